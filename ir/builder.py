@@ -1,0 +1,266 @@
+"""The author's way to write a graph: one method per op, types checked as they are written.
+
+Called by model specs and tests. Knows the step's inputs and the rows' state, so that a spec says
+`attention(q, layer)` and not which block table it reads.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from treadle.ir import dims as d
+from treadle.ir import ops
+from treadle.ir.errors import SpecError
+from treadle.ir.graph import Graph, Op, RopeTable, Value, Weight
+from treadle.ir.types import TensorType
+
+ROW_STATE: dict[str, TensorType] = {
+    "last_token": TensorType((d.R,), "i32"),
+    "length": TensorType((d.R,), "i32"),
+    "temperature": TensorType((d.R,), "f32"),
+    "top_k": TensorType((d.R,), "i32"),
+    "top_p": TensorType((d.R,), "f32"),
+    "min_p": TensorType((d.R,), "f32"),
+    "seed": TensorType((d.R,), "i64"),
+    "block_table": TensorType((d.R, d.M), "i32"),
+}
+
+STEP_INPUTS: dict[str, TensorType] = {
+    "token_ids": TensorType((d.T,), "i32"),
+    "positions": TensorType((d.T,), "i32"),
+    "token_seq": TensorType((d.T,), "i32"),
+    "query_start": TensorType((d.B + 1,), "i32"),
+    "context_lens": TensorType((d.B,), "i32"),
+    "sample_index": TensorType((d.B,), "i32"),
+}
+
+STEP_KINDS = ("decode", "mixed")
+
+
+class GraphBuilder:
+    """Build the graph of one kind of step.
+
+    `step` is `decode` (one token per sequence, inputs prepared on the device from the rows' state) or
+    `mixed` (any tokens, prepared by the host). The spec is the same for both. `dtype` is the compute
+    dtype; `page_size` the slots of a KV page, in tokens.
+
+    Raises: SpecError, ShapeError: at the author's line.
+    """
+
+    def __init__(self, name: str, *, step: str, dtype: str, page_size: int) -> None:
+        if step not in STEP_KINDS:
+            raise SpecError(f"A step is {' or '.join(STEP_KINDS)}, not `{step}`.")
+        self.name = f"{name}.{step}"
+        self.dtype = dtype
+        self.page_size = page_size
+        self._inputs: dict[str, Value] = {}
+        self._weights: dict[str, Weight] = {}
+        self._values: dict[str, Value] = {}
+        self._ops: list[Op] = []
+        self._scope = ""
+        self.seq_rows = self._input("seq_rows", TensorType((d.B,), "i32"))
+        state = {name: self._input(name, type_) for name, type_ in ROW_STATE.items()}
+        self._state = state
+        if step == "decode":
+            self._step = dict(
+                zip(
+                    ops.lookup("advance").results,
+                    self.apply("advance", self.seq_rows, state["last_token"], state["length"]),
+                    strict=True,
+                )
+            )
+        else:
+            self._step = {name: self._input(name, type_) for name, type_ in STEP_INPUTS.items()}
+            (self._step["token_ids"],) = self.apply(
+                "resolve_tokens",
+                self._step["token_ids"],
+                self._step["token_seq"],
+                self.seq_rows,
+                state["last_token"],
+            )
+
+    @property
+    def token_ids(self) -> Value:
+        """The step's tokens, i32[T]."""
+        return self._step["token_ids"]
+
+    def scope(self, prefix: str) -> None:
+        """Name the values that follow `prefix.…`; an empty prefix ends the scope."""
+        self._scope = f"{prefix}." if prefix else ""
+
+    # --- declarations ---------------------------------------------------------------------------
+
+    def _input(self, name: str, type_: TensorType) -> Value:
+        self._inputs[name] = Value(name, type_)
+        return self._inputs[name]
+
+    def weight(
+        self, name: str, parts: dict[str, int] | str, *shape: int, fallback: str = ""
+    ) -> Value:
+        """Declare a weight from one checkpoint tensor, or from several joined along axis 0.
+
+        `parts` is a tensor's name and `shape` its whole shape; or the rows of each tensor by name,
+        and `shape` is what follows the rows. `fallback` is the tensor to use where the part is absent.
+        """
+        if isinstance(parts, str):
+            parts, shape = {parts: shape[0]}, shape[1:]
+        type_ = TensorType((sum(parts.values()), *shape), self.dtype)
+        weight = Weight(name, type_, tuple(parts), tuple(parts.values()), fallback)
+        return self._declare(weight)
+
+    def rope_table(self, name: str, inverse_frequencies: Sequence[float], scale: float = 1.0) -> Value:
+        """Declare the table of cosines and sines for these frequencies."""
+        type_ = TensorType((d.C, 2 * len(inverse_frequencies)), "f32")
+        return self._declare(
+            Weight(name, type_, rope=RopeTable(tuple(inverse_frequencies), scale))
+        )
+
+    def _declare(self, weight: Weight) -> Value:
+        if weight.name in self._weights:
+            raise SpecError(f"The weight `{weight.name}` is declared twice.")
+        self._weights[weight.name] = weight
+        return Value(f"@{weight.name}", weight.type)
+
+    # --- ops ------------------------------------------------------------------------------------
+
+    def apply(self, kind: str, *operands: Value | None, name: str = "", **params: Any) -> tuple[Value, ...]:
+        """Append an op and give its results. `name` is the first result's name within the scope."""
+        definition = ops.lookup(kind)
+        given = [operand for operand in operands if operand is not None]
+        try:
+            record = definition.params(**params)
+        except TypeError as error:
+            raise SpecError(f"`{kind}`: {error}.") from None
+        types = ops.infer_types(kind, record, tuple(value.type for value in given))
+        if len(types) == 1:
+            names = [self._scope + (name or f"{kind}")]
+        else:
+            labels = name.split() if name else [f"{kind}.{label}" for label in definition.results]
+            if len(labels) != len(types):
+                labels = [f"{name or kind}.{index}" for index in range(len(types))]
+            names = [self._scope + label for label in labels]
+        results = tuple(
+            Value(self._unique(label), type_) for label, type_ in zip(names, types, strict=True)
+        )
+        for value in results:
+            self._values[value.name] = value
+        self._ops.append(
+            Op(
+                kind,
+                tuple(value.name for value in given),
+                tuple(value.name for value in results),
+                record,
+                _author_line(),
+                tuple(value.name for value in results),
+            )
+        )
+        return results
+
+    def _unique(self, name: str) -> str:
+        taken, number, candidate = self._values, 1, name
+        while candidate in taken or candidate in self._inputs:
+            number += 1
+            candidate = f"{name}_{number}"
+        return candidate
+
+    def embed(self, table: Value, *, scale: float = 1.0, name: str = "embedded") -> Value:
+        """Look up the step's tokens."""
+        return self.apply("embed", self.token_ids, table, name=name, scale=scale)[0]
+
+    def rms_norm(self, x: Value, weight: Value, *, eps: float, offset: float = 0.0, name: str = "") -> Value:
+        """Normalise rows by their root mean square."""
+        return self.apply("rms_norm", x, weight, name=name, eps=eps, offset=offset)[0]
+
+    def linear(
+        self, x: Value, weight: Value, bias: Value | None = None, *, out_dtype: str = "", name: str = ""
+    ) -> Value:
+        """Multiply by a weight and add its bias."""
+        return self.apply("linear", x, weight, bias, name=name, out_dtype=out_dtype)[0]
+
+    def add(self, a: Value, b: Value, *, name: str = "") -> Value:
+        """Add two tensors."""
+        return self.apply("add", a, b, name=name)[0]
+
+    def glu(self, gate_up: Value, *, act: str = "silu", name: str = "") -> Value:
+        """Gate the second half of the features with the activated first half."""
+        return self.apply("glu", gate_up, name=name, act=act)[0]
+
+    def split(self, x: Value, *sizes: int, name: str = "") -> tuple[Value, ...]:
+        """Cut the last axis."""
+        return self.apply("split", x, name=name, sizes=sizes)
+
+    def rope(self, x: Value, table: Value, *, head_dim: int, name: str = "") -> Value:
+        """Rotate heads by the step's positions."""
+        return self.apply("rope", x, self._step["positions"], table, name=name, head_dim=head_dim)[0]
+
+    def attention(
+        self,
+        q: Value,
+        k: Value,
+        v: Value,
+        *,
+        cache: str,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        name: str = "",
+    ) -> Value:
+        """Append k and v to the layer's `cache` and attend to everything in it."""
+        pages = self._inputs.get(cache) or self._input(
+            cache,
+            TensorType((d.P, num_kv_heads, self.page_size, head_dim), self.dtype, "kv"),
+        )
+        step, table = self._step, self._state["block_table"]
+        self.apply("kv_write", k, v, step["positions"], step["token_seq"], self.seq_rows, table, pages)
+        return self.apply(
+            "attention",
+            q,
+            pages,
+            table,
+            self.seq_rows,
+            step["query_start"],
+            step["context_lens"],
+            name=name,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=scale,
+        )[0]
+
+    def last_rows(self, x: Value, *, name: str = "") -> Value:
+        """Keep the rows whose logits are wanted: the last token of each sequence."""
+        return self.apply("gather_rows", x, self._step["sample_index"], name=name)[0]
+
+    def finish(self, logits: Value) -> Graph:
+        """Sample from the logits and give the finished graph; its outputs are the tokens and logits."""
+        self.scope("")
+        state = self._state
+        (tokens,) = self.apply(
+            "sample",
+            logits,
+            self.seq_rows,
+            self._step["sample_index"],
+            *(state[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "length")),
+            state["last_token"],
+            name="tokens",
+        )
+        return Graph(
+            self.name,
+            tuple(self._inputs.values()),
+            tuple(self._weights.values()),
+            tuple(self._ops),
+            (tokens.name, logits.name),
+            tuple(self._values.values()),
+        )
+
+
+def _author_line() -> str:
+    """Give `file:line` of the nearest caller outside this module: the author's line."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

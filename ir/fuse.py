@@ -1,0 +1,243 @@
+"""Fusion: rewriting rules that join ops into one kernel, each with its legality test and its reasons.
+
+A rule matches kinds, use counts and types, never names. Every refusal is a value that `explain` prints.
+Called by `pipeline.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from treadle.ir import ops
+from treadle.ir.graph import Graph, Op, Weight
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Say why `rule` left `op` as it was."""
+
+    rule: str
+    op: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.op}: {self.reason}"
+
+
+Result = tuple[Graph, tuple[Refusal, ...]]
+INTERLEAVE_GROUP = 8  # rows r and r + 8 of an mma tile live in one thread: splitting costs nothing
+
+
+def obstacle(graph: Graph, members: Iterable[Op]) -> str | None:
+    """Say why these ops can't run as one at the place of the last of them, or None if they can."""
+    members = list(members)
+    places = [graph.ops.index(op) for op in members]
+    made = {name for op in members for name in op.outputs}
+    touched = {name for op in members for name in op.inputs}
+    written = {name for op in members for name in _mutated(op)}
+    for op in graph.ops[min(places) : max(places) + 1]:
+        if op in members:
+            continue
+        if made & set(op.inputs):
+            return f"`{op.name}` between them reads {', '.join(sorted(made & set(op.inputs)))}"
+        if touched & set(_mutated(op)) or written & set(op.inputs):
+            return f"`{op.name}` between them touches the same state"
+    return None
+
+
+def _mutated(op: Op) -> list[str]:
+    plain = op.body or (op,)
+    names = []
+    for inner in plain:
+        definition = ops.lookup(inner.kind)
+        names += [
+            name
+            for operand, name in zip(definition.operands, inner.inputs, strict=False)
+            if operand in definition.mutates
+        ]
+    return names
+
+
+def join(graph: Graph, members: Iterable[Op], *, duplicate: frozenset[str] = frozenset()) -> Graph:
+    """Replace the members by one fused op at the place of the last; `duplicate` names ops that stay too."""
+    members = sorted(members, key=graph.ops.index)
+    body = tuple(inner for op in members for inner in (op.body or (op,)))
+    made = {name for op in body for name in op.outputs}
+    inputs = tuple(dict.fromkeys(n for op in body for n in op.inputs if n not in made))
+    outside = {
+        name for op in graph.ops if op not in members for name in op.inputs
+    } | set(graph.outputs)
+    kept = {name for op in members if op.name in duplicate for name in op.outputs}
+    outputs = tuple(name for op in body for name in op.outputs if name in outside and name not in kept)
+    fused = Op(
+        "fused",
+        inputs,
+        outputs,
+        ops.FusedParams(kernel_name(body)),
+        members[-1].where,
+        tuple(dict.fromkeys(name for op in members for name in op.origin)),
+        body,
+    )
+    new_ops = []
+    for op in graph.ops:
+        if op is members[-1]:
+            new_ops.append(fused)
+        elif op not in members or op.name in duplicate:
+            new_ops.append(op)
+    return graph.replace_ops(new_ops)
+
+
+def kernel_name(body: Iterable[Op]) -> str:
+    """Name a kernel by the ops it covers; views vanish and repeated kinds are named once."""
+    kinds = [op.kind for op in body if ops.lookup(op.kind).role != "view"]
+    return "__".join(dict.fromkeys(kinds))
+
+
+# --- rules --------------------------------------------------------------------------------------
+
+
+def interleave_gate_up(graph: Graph) -> Result:
+    """Let gate and up rows of a weight alternate, so that one tile of the matmul holds both.
+
+    Changes the weight's declaration and the glu's parameter together: the meaning stays.
+    """
+    refusals: list[Refusal] = []
+    weights: dict[str, Weight] = dict(graph.weight_table)
+    new_ops = []
+    for op in graph.ops:
+        if op.kind != "glu" or op.params.interleave:
+            new_ops.append(op)
+            continue
+        linear = graph.producers.get(op.inputs[0])
+        names = [name.removeprefix("@") for name in linear.inputs[1:]] if linear else []
+        if linear is None or linear.kind != "linear" or graph.single_use(op.inputs[0]) is None:
+            reason = "its operand is not made by a linear of its own"
+        elif any(len(weights[name].parts) != 2 for name in names):
+            reason = "the weight is not one gate and one up tensor"
+        elif any(len(graph.uses[f"@{name}"]) > 1 for name in names):
+            reason = "the weight is used elsewhere too"
+        else:
+            rows = weights[names[0]].part_rows[0]
+            group = next(g for g in (INTERLEAVE_GROUP, 4, 2, 1) if rows % g == 0)
+            for name in names:
+                weights[name] = replace(weights[name], interleave=group)
+            new_ops.append(replace(op, params=replace(op.params, interleave=group)))
+            continue
+        refusals.append(Refusal("interleave_gate_up", op.name, reason))
+        new_ops.append(op)
+    return graph.replace_ops(new_ops, weights.values()), tuple(refusals)
+
+
+def fuse_rope_kv_write(graph: Graph) -> Result:
+    """Join split, the ropes of q and k and the append of k and v into one kernel."""
+    refusals: list[Refusal] = []
+    for write in [op for op in graph.ops if op.kind == "kv_write"]:
+        rope_k, split = graph.producers.get(write.inputs[0]), graph.producers.get(write.inputs[1])
+        if rope_k is None or split is None or rope_k.kind != "rope" or split.kind != "split":
+            refusals.append(
+                Refusal("fuse_rope_kv_write", write.name, "k is not roped or v is not part of a split")
+            )
+            continue
+        ropes = [
+            reader
+            for name in split.outputs
+            for reader in graph.uses.get(name, ())
+            if reader.kind == "rope"
+        ]
+        members = [split, *ropes, write]
+        strangers = [
+            reader.name
+            for name in split.outputs
+            for reader in graph.uses.get(name, ())
+            if reader not in members
+        ]
+        reason = obstacle(graph, members)
+        if strangers:
+            reason = f"parts of the split are read by {', '.join(strangers)} too"
+        if len(ropes) != 2 or len(split.outputs) != 3 or rope_k not in ropes:
+            reason = "it is not q, k and v of one projection with q and k roped"
+        if reason:
+            refusals.append(Refusal("fuse_rope_kv_write", write.name, reason))
+        else:
+            graph = join(graph, members)
+    return graph, tuple(refusals)
+
+
+def _fuse_follower(graph: Graph, rule: str, follower_kind: str) -> Result:
+    """Join each linear (or fused linear) with the single `follower_kind` op that reads its result."""
+    refusals: list[Refusal] = []
+    for follower in [op for op in graph.ops if op.kind == follower_kind]:
+        candidates = [graph.producers.get(name) for name in follower.inputs]
+        linears = [
+            op
+            for op in candidates
+            if op is not None
+            and (op.kind == "linear" or any(inner.kind == "linear" for inner in op.body))
+            and graph.single_use(op.outputs[0]) is follower
+        ]
+        if not linears:
+            refusals.append(Refusal(rule, follower.name, "no linear whose only reader it is"))
+            continue
+        latest = max(linears, key=graph.ops.index)
+        reason = obstacle(graph, [latest, follower])
+        if reason:
+            refusals.append(Refusal(rule, follower.name, reason))
+        else:
+            graph = join(graph, [latest, follower])
+    return graph, tuple(refusals)
+
+
+def fuse_glu(graph: Graph) -> Result:
+    """Put the gated activation into the epilogue of the gate-up projection."""
+    return _fuse_follower(graph, "fuse_glu", "glu")
+
+
+def fuse_residual(graph: Graph) -> Result:
+    """Put the residual add into the epilogue of the projection before it."""
+    return _fuse_follower(graph, "fuse_residual", "add")
+
+
+def fuse_gather_norm(graph: Graph) -> Result:
+    """Let the final norm read only the rows whose logits are wanted."""
+    refusals: list[Refusal] = []
+    for gather in [op for op in graph.ops if op.kind == "gather_rows"]:
+        norm = graph.single_use(gather.outputs[0])
+        if norm is None or norm.kind != "rms_norm":
+            refusals.append(Refusal("fuse_gather_norm", gather.name, "no norm is its only reader"))
+        else:
+            graph = join(graph, [gather, norm])
+    return graph, tuple(refusals)
+
+
+def fuse_norm_prologue(graph: Graph) -> Result:
+    """Fold a norm into the linears that read it: worth it for few tokens, where a launch costs more.
+
+    Each program of the linear recomputes the row's mean square while it streams the row.
+    """
+    refusals: list[Refusal] = []
+    for norm in [op for op in graph.ops if op.kind == "rms_norm"]:
+        readers = graph.uses.get(norm.outputs[0], ())
+        if len(readers) != 1 or norm.outputs[0] in graph.outputs:
+            refusals.append(Refusal("fuse_norm_prologue", norm.name, "several ops read it"))
+            continue
+        (reader,) = readers
+        plain = reader.body or (reader,)
+        if plain[0].kind != "linear" or plain[0].inputs[0] != norm.outputs[0]:
+            refusals.append(Refusal("fuse_norm_prologue", norm.name, "its reader is not a linear"))
+            continue
+        graph = join(graph, [norm, reader])
+    return graph, tuple(refusals)
+
+
+RULES: dict[str, Callable[[Graph], Result]] = {
+    rule.__name__: rule
+    for rule in (
+        interleave_gate_up,
+        fuse_rope_kv_write,
+        fuse_glu,
+        fuse_residual,
+        fuse_gather_norm,
+        fuse_norm_prologue,
+    )
+}

@@ -1,0 +1,89 @@
+"""The only reader of `os.environ`: every variable Treadle listens to, typed, documented and strict.
+
+Values are read when asked for, so tests may change them; a value that can't be parsed raises `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from treadle.ir.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Knob(Generic[T]):
+    """Describe one environment variable. Call it to get its value, or the default where it is unset or empty."""
+
+    variable: str
+    default: Callable[[], T]
+    parse: Callable[[str], T]
+    doc: str
+
+    def __call__(self) -> T:
+        text = os.environ.get(self.variable, "")
+        if text == "":
+            return self.default()
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"Environment variable `{self.variable}` is {text!r}: {error}.",
+                remedy=f"It means: {self.doc} Unset it for the default.",
+            ) from None
+
+
+def _parse_bool(text: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in words:
+        raise ValueError("expected 1 or 0")
+    return words[text.lower()]
+
+
+def _parse_level(text: str) -> int:
+    if not text.isdigit() or int(text) > 5:
+        raise ValueError("expected a whole number from 0 to 5")
+    return int(text)
+
+
+def _parse_target(text: str) -> str:
+    if text not in ("auto", "cuda", "interpret", "reference"):
+        raise ValueError("expected auto, cuda, interpret or reference")
+    return text
+
+
+cache_dir = Knob(
+    "TREADLE_CACHE_DIR",
+    lambda: Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treadle",
+    lambda text: Path(text).expanduser(),
+    "the folder for compiled kernels, tuned schedules and downloaded demo models.",
+)
+debug = Knob(
+    "TREADLE_DEBUG",
+    lambda: 0,
+    _parse_level,
+    "1 passes and times, 2 kernels chosen, 3 refusals, 4 emitted source, 5 the graph after each pass.",
+)
+target = Knob("TREADLE_TARGET", lambda: "auto", _parse_target, "where to run: auto, cuda, interpret or reference.")
+no_color = Knob("NO_COLOR", lambda: False, lambda text: True, "no colours on the terminal (any value).")
+ci = Knob("CI", lambda: False, lambda text: text.lower() not in ("0", "false"), "running unattended: log lines, no bars.")
+triton_interpret = Knob(
+    "TRITON_INTERPRET", lambda: False, _parse_bool, "Triton's own switch: run kernels in its CPU interpreter."
+)
+
+ALL: tuple[Knob, ...] = (cache_dir, debug, target, no_color, ci, triton_interpret)
+
+
+def use_interpreter() -> None:
+    """Switch Triton to its CPU interpreter for this process. Must run before `triton` is first imported."""
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def use_triton_cache(folder: Path) -> None:
+    """Make Triton keep its compiled binaries in `folder`. Must run before the first kernel is compiled."""
+    os.environ["TRITON_CACHE_DIR"] = str(folder)

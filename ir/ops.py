@@ -1,0 +1,531 @@
+"""The registry of ops: parameters, type rule, cost, fusion role. One entry per kind, read by all.
+
+The meaning of each op is the function of the same name in `kernels/reference.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from treadle.ir import dims as d
+from treadle.ir.errors import ShapeError, SpecError
+from treadle.ir.types import FLOATS, TensorType
+
+Types = tuple[TensorType, ...]
+Dims = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class OpDef:
+    """Define one kind of op.
+
+    `operands` name the inputs in order, `results` the outputs; an operand ending in `?` may be left
+    out (at the end only). `mutates` names operands written in place: such an op never moves past
+    another that touches the same operand. `role` is what fusion may do with it: an `anchor` gets a
+    kernel, a `pointwise` op joins its producer's epilogue, a `row` op a prologue, a `view` vanishes.
+    """
+
+    kind: str
+    params: type
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    role: str
+    infer: Callable[..., Types]
+    flops: Callable[[Any, Types, Types, Dims], int]
+    bytes: Callable[[Any, Types, Types, Dims], int]
+    doc: str
+    mutates: tuple[str, ...] = ()
+
+    @property
+    def required(self) -> int:
+        """The number of operands that can't be left out."""
+        return sum(not name.endswith("?") for name in self.operands)
+
+
+REGISTRY: dict[str, OpDef] = {}
+
+
+def _moved_bytes(_params: Any, inputs: Types, outputs: Types, dims: Dims) -> int:
+    return sum(type_.num_bytes(dims) for type_ in (*inputs, *outputs))
+
+
+def _elements(type_: TensorType, dims: Dims) -> int:
+    return math.prod(type_.bound_shape(dims))
+
+
+def _per_element(count: int) -> Callable[[Any, Types, Types, Dims], int]:
+    def flops(_params: Any, _inputs: Types, outputs: Types, dims: Dims) -> int:
+        return count * sum(_elements(type_, dims) for type_ in outputs)
+
+    return flops
+
+
+def _define(
+    kind: str,
+    params: type,
+    operands: str,
+    results: str,
+    role: str,
+    *,
+    flops: Callable[[Any, Types, Types, Dims], int] | None = None,
+    bytes_: Callable[[Any, Types, Types, Dims], int] | None = None,
+    mutates: str = "",
+) -> Callable[[Callable[..., Types]], Callable[..., Types]]:
+    """Register the decorated type rule, with its docstring, as the op `kind`."""
+
+    def register(infer: Callable[..., Types]) -> Callable[..., Types]:
+        REGISTRY[kind] = OpDef(
+            kind,
+            params,
+            tuple(operands.split()),
+            tuple(results.split()),
+            role,
+            infer,
+            flops or _per_element(0),
+            bytes_ or _moved_bytes,
+            (infer.__doc__ or "").strip(),
+            tuple(mutates.split()),
+        )
+        return infer
+
+    return register
+
+
+def lookup(kind: str) -> OpDef:
+    """Give the definition of `kind`. Raises: SpecError: there is none; the message lists the kinds."""
+    if kind not in REGISTRY:
+        raise SpecError(f"There is no op `{kind}`; the registry holds {', '.join(sorted(REGISTRY))}.")
+    return REGISTRY[kind]
+
+
+def infer_types(kind: str, params: Any, inputs: Types) -> Types:
+    """Give the result types of an op, or say which operand does not fit.
+
+    Raises: SpecError: wrong number of operands or wrong parameters. ShapeError: types don't fit.
+    """
+    definition = lookup(kind)
+    if not isinstance(params, definition.params):
+        raise SpecError(
+            f"`{kind}` takes parameters {definition.params.__name__}, found {type(params).__name__}."
+        )
+    if not definition.required <= len(inputs) <= len(definition.operands):
+        raise SpecError(
+            f"`{kind}` takes the operands {', '.join(definition.operands)}; found {len(inputs)} of them."
+        )
+    return definition.infer(params, *inputs)
+
+
+def describe(params: Any) -> str:
+    """Write parameters as `name=value, …`, in the order they are declared."""
+    return ", ".join(f"{f.name}={getattr(params, f.name)!r}" for f in fields(params))
+
+
+# --- checks shared by the type rules ------------------------------------------------------------
+
+
+def _expect(ok: bool, kind: str, expected: str, *found: TensorType) -> None:
+    if not ok:
+        raise ShapeError(f"`{kind}` expects {expected}; found {' and '.join(map(str, found))}.")
+
+
+def _expect_ints(kind: str, **operands: tuple[TensorType, tuple[d.Dim, ...]]) -> None:
+    for name, (type_, shape) in operands.items():
+        expected = TensorType(shape, "i32")
+        _expect(type_ == expected, kind, f"`{name}` of type {expected}", type_)
+
+
+# --- parameters ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NoParams:
+    """Take no parameters."""
+
+
+@dataclass(frozen=True)
+class EmbedParams:
+    """`scale` multiplies the embedding (Gemma); 1.0 for most models."""
+
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class RmsNormParams:
+    """`eps` is added to the mean square; `offset` to the weight."""
+
+    eps: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class LinearParams:
+    """`out_dtype` is the result's dtype; empty for the input's."""
+
+    out_dtype: str = ""
+
+
+@dataclass(frozen=True)
+class GluParams:
+    """`act` is the gate's activation; `interleave` the width of alternating gate and up groups."""
+
+    act: str = "silu"
+    interleave: int = 0
+
+
+@dataclass(frozen=True)
+class SplitParams:
+    """`sizes` are the widths of the parts of the last axis."""
+
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RopeParams:
+    """`head_dim` is the width of a head; the table's width says how much of it is rotated."""
+
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """Heads of the queries and of the cache; `scale` multiplies the scores."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class FusedParams:
+    """`kernel` names the kernel that a fused op becomes: anchor first, then what joined it."""
+
+    kernel: str
+
+
+# --- ops ----------------------------------------------------------------------------------------
+
+
+def _embed_bytes(_params: Any, inputs: Types, outputs: Types, dims: Dims) -> int:
+    return inputs[0].num_bytes(dims) + 2 * outputs[0].num_bytes(dims)
+
+
+@_define("embed", EmbedParams, "token_ids table", "rows", "anchor", bytes_=_embed_bytes)
+def _embed(params: EmbedParams, token_ids: TensorType, table: TensorType) -> Types:
+    """Look up one row of the table per token.
+
+    Formula: rows[t] = scale * table[token_ids[t]]
+    Shapes: token_ids i32[T]; table [V, E]; rows [T, E].
+    """
+    _expect_ints("embed", token_ids=(token_ids, (d.T,)))
+    _expect(len(table.shape) == 2 and table.dtype in FLOATS, "embed", "a table [V, E]", table)
+    return (TensorType((d.T, table.shape[1]), table.dtype),)
+
+
+@_define("rms_norm", RmsNormParams, "x weight", "y", "row", flops=_per_element(4))
+def _rms_norm(params: RmsNormParams, x: TensorType, weight: TensorType) -> Types:
+    """Scale each row to unit root mean square, then by the weight.
+
+    Formula: y = x / sqrt(mean(x²) + eps) * (weight + offset)
+    Shapes: x [T, E]; weight [E]; y [T, E].
+    Numerics: computed in f32.
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
+    """
+    _expect(
+        weight.shape == x.shape[-1:], "rms_norm", "a weight as wide as x's last axis", x, weight
+    )
+    return (x,)
+
+
+def _linear_flops(_params: Any, inputs: Types, outputs: Types, dims: Dims) -> int:
+    return 2 * _elements(outputs[0], dims) * d.bind(inputs[1].shape[1], dims)
+
+
+@_define("linear", LinearParams, "x weight bias?", "y", "anchor", flops=_linear_flops)
+def _linear(
+    params: LinearParams, x: TensorType, weight: TensorType, bias: TensorType | None = None
+) -> Types:
+    """Multiply each row by the transposed weight and add the bias.
+
+    Formula: y = x @ weight.T + bias
+    Shapes: x [T, K]; weight [N, K]; bias [N]; y [T, N].
+    Numerics: accumulated in f32.
+    """
+    _expect(
+        len(weight.shape) == 2 and x.shape[-1] == weight.shape[1],
+        "linear",
+        "x [.., K] and a weight [N, K]",
+        x,
+        weight,
+    )
+    if bias is not None:
+        _expect(bias.shape == weight.shape[:1], "linear", "a bias [N]", weight, bias)
+    return (TensorType((*x.shape[:-1], weight.shape[0]), params.out_dtype or x.dtype),)
+
+
+@_define("add", NoParams, "a b", "y", "pointwise", flops=_per_element(1))
+def _add(params: NoParams, a: TensorType, b: TensorType) -> Types:
+    """Add two tensors of one shape: the residual connection.
+
+    Formula: y = a + b
+    """
+    _expect(a == b, "add", "two operands of one type", a, b)
+    return (a,)
+
+
+@_define("glu", GluParams, "gate_up", "y", "pointwise", flops=_per_element(6))
+def _glu(params: GluParams, gate_up: TensorType) -> Types:
+    """Gate one half of the features with the activated other half.
+
+    Formula: y = act(gate) * up
+    Shapes: gate_up [T, 2F]; y [T, F]. With interleave 0 the first F features are the gate; with g > 0
+    groups of g gate features alternate with groups of g up features.
+    Source: Shazeer, GLU Variants Improve Transformer, 2020.
+    """
+    width = gate_up.shape[-1]
+    _expect(isinstance(width, int) and width % 2 == 0, "glu", "an even last axis", gate_up)
+    if params.act != "silu":
+        raise SpecError(f"`glu` knows the activation `silu`, found `{params.act}`.")
+    if params.interleave and (width // 2) % params.interleave:  # type: ignore[operator]
+        raise SpecError(f"`glu` can't alternate groups of {params.interleave} in {gate_up}.")
+    return (gate_up.with_shape(*gate_up.shape[:-1], width // 2),)  # type: ignore[operator]
+
+
+@_define("split", SplitParams, "x", "parts", "view")
+def _split(params: SplitParams, x: TensorType) -> Types:
+    """Cut the last axis into parts of the given sizes.
+
+    Shapes: x [T, sum(sizes)]; parts [T, size] each.
+    """
+    _expect(
+        x.shape[-1] == sum(params.sizes), "split", f"a last axis of {'+'.join(map(str, params.sizes))}", x
+    )
+    return tuple(x.with_shape(*x.shape[:-1], size) for size in params.sizes)
+
+
+@_define("rope", RopeParams, "x positions table", "y", "pointwise", flops=_per_element(6))
+def _rope(params: RopeParams, x: TensorType, positions: TensorType, table: TensorType) -> Types:
+    """Rotate each head's halves by the angle of the token's position.
+
+    Formula: y[:r/2] = x1*cos - x2*sin; y[r/2:r] = x2*cos + x1*sin; dims beyond r pass through
+    Shapes: x [T, n*D]; positions i32[T]; table f32[C, r], cosines first, then sines.
+    Numerics: computed in f32.
+    Source: Su et al., RoFormer, 2021; halves as in Hugging Face's `rotate_half`.
+    """
+    _expect_ints("rope", positions=(positions, (d.T,)))
+    width, rotary = x.shape[-1], table.shape[-1]
+    _expect(
+        isinstance(width, int) and width % params.head_dim == 0, "rope", f"heads of {params.head_dim}", x
+    )
+    _expect(
+        isinstance(rotary, int) and rotary <= params.head_dim and rotary % 2 == 0,
+        "rope",
+        f"a table no wider than the head of {params.head_dim}",
+        table,
+    )
+    return (x,)
+
+
+_STEP = "positions token_seq seq_rows block_table"
+
+
+def _expect_step(kind: str, **operands: TensorType) -> None:
+    shapes: dict[str, tuple[d.Dim, ...]] = {
+        "positions": (d.T,),
+        "token_seq": (d.T,),
+        "seq_rows": (d.B,),
+        "query_start": (d.B + 1,),
+        "context_lens": (d.B,),
+        "block_table": (d.R, d.M),
+    }
+    _expect_ints(kind, **{name: (type_, shapes[name]) for name, type_ in operands.items()})
+
+
+def _kv_write_bytes(_params: Any, inputs: Types, _outputs: Types, dims: Dims) -> int:
+    return 2 * (inputs[0].num_bytes(dims) + inputs[1].num_bytes(dims))
+
+
+@_define(
+    "kv_write", NoParams, f"k v {_STEP} cache", "", "anchor", bytes_=_kv_write_bytes, mutates="cache"
+)
+def _kv_write(
+    params: NoParams,
+    k: TensorType,
+    v: TensorType,
+    positions: TensorType,
+    token_seq: TensorType,
+    seq_rows: TensorType,
+    block_table: TensorType,
+    cache: TensorType,
+) -> Types:
+    """Append the step's keys and values to the pages of their rows.
+
+    Shapes: k, v [T, G*D]; cache kv[P, G, S, D]. Position p of row r lies in page block_table[r, p // S],
+    slot p % S. Tokens of a padding sequence (row -1) write nothing.
+    """
+    _expect_step(
+        "kv_write",
+        positions=positions,
+        token_seq=token_seq,
+        seq_rows=seq_rows,
+        block_table=block_table,
+    )
+    _expect(cache.layout == "kv", "kv_write", "a paged cache", cache)
+    width = cache.shape[1] * cache.shape[3]  # type: ignore[operator]
+    _expect(k == v and k.shape[-1] == width, "kv_write", f"k and v of width {width}", k, v)
+    return ()
+
+
+def _attention_flops(params: AttentionParams, _inputs: Types, _outputs: Types, dims: Dims) -> int:
+    return 4 * dims["T"] * params.num_heads * params.head_dim * dims["C"]
+
+
+def _attention_bytes(params: AttentionParams, inputs: Types, outputs: Types, dims: Dims) -> int:
+    cached = 2 * dims["B"] * dims["C"] * params.num_kv_heads * params.head_dim
+    element_bytes = TensorType((1,), inputs[1].dtype).num_bytes({})
+    return inputs[0].num_bytes(dims) + outputs[0].num_bytes(dims) + cached * element_bytes
+
+
+@_define(
+    "attention",
+    AttentionParams,
+    "q cache block_table seq_rows query_start context_lens",
+    "y",
+    "anchor",
+    flops=_attention_flops,
+    bytes_=_attention_bytes,
+)
+def _attention(
+    params: AttentionParams,
+    q: TensorType,
+    cache: TensorType,
+    block_table: TensorType,
+    seq_rows: TensorType,
+    query_start: TensorType,
+    context_lens: TensorType,
+) -> Types:
+    """Attend causally from each token to the tokens of its row, through the pages.
+
+    Formula: y = softmax(scale * q @ K.T + causal mask) @ V per head; query heads share H/G KV heads
+    Shapes: q [T, H*D]; cache kv[P, G, S, D]; y [T, H*D]. A step's own tokens are already in the cache.
+    Cost: counted for B sequences of context C.
+    """
+    _expect_step(
+        "attention",
+        block_table=block_table,
+        seq_rows=seq_rows,
+        query_start=query_start,
+        context_lens=context_lens,
+    )
+    width = params.num_heads * params.head_dim
+    _expect(q.shape[-1] == width, "attention", f"q of width {width}", q)
+    _expect(
+        cache.layout == "kv"
+        and (cache.shape[1], cache.shape[3]) == (params.num_kv_heads, params.head_dim),
+        "attention",
+        f"a cache of {params.num_kv_heads} heads of {params.head_dim}",
+        cache,
+    )
+    if params.num_heads % params.num_kv_heads:
+        raise ShapeError(
+            f"`attention` expects query heads in whole groups per KV head; found {params.num_heads} "
+            f"over {params.num_kv_heads}."
+        )
+    return (q,)
+
+
+@_define("gather_rows", NoParams, "x index", "y", "row")
+def _gather_rows(params: NoParams, x: TensorType, index: TensorType) -> Types:
+    """Keep the row of each sequence whose logits are wanted.
+
+    Formula: y[b] = x[max(index[b], 0)]
+    Shapes: x [T, E]; index i32[B]; y [B, E].
+    """
+    _expect_ints("gather_rows", index=(index, (d.B,)))
+    return (x.with_shape(d.B, *x.shape[1:]),)
+
+
+@_define(
+    "sample",
+    NoParams,
+    "logits seq_rows sample_index temperature top_k top_p min_p seed length last_token",
+    "tokens",
+    "anchor",
+    mutates="last_token",
+)
+def _sample(
+    params: NoParams,
+    logits: TensorType,
+    seq_rows: TensorType,
+    sample_index: TensorType,
+    temperature: TensorType,
+    top_k: TensorType,
+    top_p: TensorType,
+    min_p: TensorType,
+    seed: TensorType,
+    length: TensorType,
+    last_token: TensorType,
+) -> Types:
+    """Choose the next token of each sequence and note it as its row's last token.
+
+    Formula: greedy at temperature 0; else one uniform number per (seed, position) drawn through the
+    inverse of the distribution that top-k, then top-p, then min-p leave.
+    Shapes: logits f32[B, V]; sample_index i32[B], -1 where no token is wanted; row state [R];
+    tokens i32[B], -1 where none is wanted, -2 where the logits hold NaN.
+    """
+    _expect_ints("sample", seq_rows=(seq_rows, (d.B,)), sample_index=(sample_index, (d.B,)))
+    _expect(logits.dtype == "f32" and len(logits.shape) == 2, "sample", "logits f32[B, V]", logits)
+    return (TensorType((d.B,), "i32"),)
+
+
+@_define(
+    "advance",
+    NoParams,
+    "seq_rows last_token length",
+    "token_ids positions token_seq query_start context_lens sample_index",
+    "anchor",
+    mutates="length",
+)
+def _advance(
+    params: NoParams, seq_rows: TensorType, last_token: TensorType, length: TensorType
+) -> Types:
+    """Prepare a decode step from the rows' state: one token per sequence, one longer each.
+
+    Formula: position = length[row]; length[row] += 1; token = last_token[row]; context = position + 1
+    Shapes: seq_rows i32[B], -1 for padding; last_token, length i32[R]. A padding sequence gets token 0,
+    position 0, context 0 and sample index -1.
+    """
+    _expect_ints(
+        "advance",
+        seq_rows=(seq_rows, (d.B,)),
+        last_token=(last_token, (d.R,)),
+        length=(length, (d.R,)),
+    )
+    per_token, per_seq = TensorType((d.T,), "i32"), TensorType((d.B,), "i32")
+    return (per_token, per_token, per_token, TensorType((d.B + 1,), "i32"), per_seq, per_seq)
+
+
+@_define("resolve_tokens", NoParams, "token_ids token_seq seq_rows last_token", "resolved", "anchor")
+def _resolve_tokens(
+    params: NoParams,
+    token_ids: TensorType,
+    token_seq: TensorType,
+    seq_rows: TensorType,
+    last_token: TensorType,
+) -> Types:
+    """Fill in the tokens the host does not know yet: the step before is still running.
+
+    Formula: resolved[t] = token_ids[t] if it is >= 0 else last_token[row of t]
+    Shapes: token_ids, token_seq i32[T]; seq_rows i32[B]; last_token i32[R].
+    """
+    _expect_ints(
+        "resolve_tokens",
+        token_ids=(token_ids, (d.T,)),
+        token_seq=(token_seq, (d.T,)),
+        seq_rows=(seq_rows, (d.B,)),
+        last_token=(last_token, (d.R,)),
+    )
+    return (token_ids,)

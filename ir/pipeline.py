@@ -1,0 +1,69 @@
+"""The passes in their order, on one screen. After each: verify, record the time, dump if asked.
+
+Called by the runtime's compiler, `show` and `explain`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from treadle.ir import fuse, text
+from treadle.ir.graph import Graph
+from treadle.ir.verify import verify
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Rewrite a graph; `few_tokens_only` passes run only in the form meant for few tokens."""
+
+    name: str
+    run: Callable[[Graph], fuse.Result]
+    stage_after: str
+    few_tokens_only: bool = False
+
+
+PASSES: tuple[Pass, ...] = (
+    # weights first: everything after sees the layout that the loader will make
+    Pass("interleave_gate_up", fuse.interleave_gate_up, "authored"),
+    # then what must be one kernel because a view would have to be materialised otherwise
+    Pass("fuse_rope_kv_write", fuse.fuse_rope_kv_write, "partly fused"),
+    Pass("fuse_gather_norm", fuse.fuse_gather_norm, "partly fused"),
+    # epilogues before prologues: an epilogue always wins, a prologue only for few tokens
+    Pass("fuse_glu", fuse.fuse_glu, "partly fused"),
+    Pass("fuse_residual", fuse.fuse_residual, "fused"),
+    Pass("fuse_norm_prologue", fuse.fuse_norm_prologue, "fused", few_tokens_only=True),
+)
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """Tell what one pass did: the graph after it, its refusals and its time."""
+
+    name: str
+    graph: Graph
+    refusals: tuple[fuse.Refusal, ...]
+    seconds: float
+
+    @property
+    def dump(self) -> str:
+        """The graph's text with the refusals as comments above it."""
+        return "".join(f"# {refusal}\n" for refusal in self.refusals) + text.print_graph(self.graph)
+
+
+def run_passes(graph: Graph, *, few_tokens: bool) -> tuple[Graph, tuple[PassRecord, ...]]:
+    """Fuse an authored graph. `few_tokens` chooses the form for steps of a handful of tokens.
+
+    Raises: SpecError: a pass left an illegal graph; the message names the op.
+    """
+    verify(graph, "authored")
+    records = []
+    for pass_ in PASSES:
+        if pass_.few_tokens_only and not few_tokens:
+            continue
+        start = time.perf_counter()
+        graph, refusals = pass_.run(graph)
+        verify(graph, pass_.stage_after)
+        records.append(PassRecord(pass_.name, graph, refusals, time.perf_counter() - start))
+    return graph, tuple(records)

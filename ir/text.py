@@ -1,0 +1,143 @@
+"""The graph as text that a person can read and diff, and the way back: parse(print(g)) == g.
+
+Called by `show`, the dumps, the artifact and the golden tests.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from treadle.ir import ops
+from treadle.ir.errors import SpecError
+from treadle.ir.graph import Graph, Op, RopeTable, Value, Weight
+from treadle.ir.types import TensorType, parse_type
+
+INDENT = "  "
+
+
+def print_graph(graph: Graph) -> str:
+    """Write the graph, one declaration or op a line, fused ops with their bodies."""
+    lines = [f"graph {graph.name} {{"]
+    lines += [f"{INDENT}input {value.name}: {value.type}" for value in graph.inputs]
+    lines += [INDENT + print_weight(weight) for weight in graph.weights]
+    for op in graph.ops:
+        lines += print_op(op, graph, INDENT)
+    lines += [f"{INDENT}return {', '.join(graph.outputs)}", "}"]
+    return "\n".join(lines) + "\n"
+
+
+def print_weight(weight: Weight) -> str:
+    """Write a weight's declaration with its source."""
+    head = f"weight @{weight.name}: {weight.type} = "
+    if weight.rope:
+        frequencies = ", ".join(map(repr, weight.rope.inverse_frequencies))
+        return f"{head}rope_table([{frequencies}], scale={weight.rope.scale!r})"
+    parts = [
+        f"{part!r}: {rows}" for part, rows in zip(weight.parts, weight.part_rows, strict=True)
+    ]
+    extra = f", fallback={weight.fallback!r}" if weight.fallback else ""
+    extra += f", interleave={weight.interleave}" if weight.interleave else ""
+    return f"{head}load({{{', '.join(parts)}}}{extra})"
+
+
+def print_op(op: Op, graph: Graph, indent: str = "") -> list[str]:
+    """Write one op; a fused op is written with its body, one line each."""
+    results = ", ".join(f"{name}: {graph.types[name]}" for name in op.outputs)
+    head = f"{results} = " if results else ""
+    if op.body:
+        lines = [f"{indent}{head}fused {op.params.kernel}({', '.join(op.inputs)}) {{"]
+        for inner in op.body:
+            lines += print_op(inner, graph, indent + INDENT)
+        return [*lines, indent + "}"]
+    params = ops.describe(op.params)
+    arguments = ", ".join(op.inputs) + (f"; {params}" if params else "")
+    return [f"{indent}{head}{op.kind}({arguments})"]
+
+
+# --- parsing ------------------------------------------------------------------------------------
+
+_INPUT = re.compile(r"^input (\S+): (.+)$")
+_WEIGHT = re.compile(r"^weight @(\S+): (.+?) = (load|rope_table)\((.*)\)$")
+_FUSED = re.compile(r"^(?:(.*) = )?fused (\w+)\((.*)\) \{$")
+_OP = re.compile(r"^(?:(.*) = )?(\w+)\(([^;]*)(?:; (.*))?\)$")
+_RESULT = re.compile(r"([\w.\[\]-]+): ((?:kv\.)?\w+\[[^\]]*\])")
+
+
+@dataclass
+class _Parts:
+    inputs: list[Value] = field(default_factory=list)
+    weights: list[Weight] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    outputs: tuple[str, ...] = ()
+
+
+def parse_graph(text: str) -> Graph:
+    """Read a graph as `print_graph` writes it. Raises: SpecError: names the line that can't be read."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines or not lines[0].startswith("graph ") or lines[-1] != "}":
+        raise SpecError("A graph's text starts with `graph NAME {` and ends with `}`.")
+    parts = _Parts()
+    fused: tuple[tuple[str, ...], str, tuple[str, ...], list[Op]] | None = None
+    for line in lines[1:-1]:
+        if found := _INPUT.match(line):
+            parts.inputs.append(Value(found[1], parse_type(found[2])))
+        elif found := _WEIGHT.match(line):
+            parts.weights.append(_parse_weight(found[1], parse_type(found[2]), found[3], found[4]))
+        elif line.startswith("return "):
+            parts.outputs = _names(line.removeprefix("return "))
+        elif found := _FUSED.match(line):
+            fused = (_results(found[1], parts), found[2], _names(found[3]), [])
+        elif line == "}" and fused:
+            outputs, kernel, inputs, body = fused
+            params = ops.FusedParams(kernel)
+            parts.ops.append(Op("fused", inputs, outputs, params, body=tuple(body)))
+            fused = None
+        elif found := _OP.match(line):
+            op = _parse_op(found, parts)
+            (fused[3] if fused else parts.ops).append(op)
+        else:
+            raise SpecError(f"This line of a graph can't be read: `{line}`.")
+    name = lines[0].removeprefix("graph ").removesuffix(" {")
+    values = tuple(dict.fromkeys(parts.values))
+    return Graph(
+        name, tuple(parts.inputs), tuple(parts.weights), tuple(parts.ops), parts.outputs, values
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _results(text: str | None, parts: _Parts) -> tuple[str, ...]:
+    found = [Value(name, parse_type(type_)) for name, type_ in _RESULT.findall(text or "")]
+    parts.values += [value for value in found if value not in parts.values]
+    return tuple(value.name for value in found)
+
+
+def _parse_op(found: re.Match[str], parts: _Parts) -> Op:
+    definition = ops.lookup(found[2])
+    params = definition.params(**_keywords(found[4] or ""))
+    return Op(found[2], _names(found[3]), _results(found[1], parts), params)
+
+
+def _keywords(text: str) -> dict[str, Any]:
+    call = ast.parse(f"f({text})", mode="eval").body
+    if not isinstance(call, ast.Call):
+        raise SpecError(f"Parameters are written `name=value, …`; found `{text}`.")
+    return {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
+
+
+def _parse_weight(name: str, type_: TensorType, source: str, arguments: str) -> Weight:
+    call = ast.parse(f"f({arguments})", mode="eval").body
+    if not isinstance(call, ast.Call):
+        raise SpecError(f"The source of weight `{name}` can't be read: `{arguments}`.")
+    first = ast.literal_eval(call.args[0])
+    options = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
+    if source == "rope_table":
+        return Weight(name, type_, rope=RopeTable(tuple(first), **options))
+    return Weight(name, type_, tuple(first), tuple(first.values()), **options)
+

@@ -1,0 +1,75 @@
+"""Types of values: shape, dtype and, where a kernel depends on it, the layout.
+
+Knows nothing of graphs or torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from treadle.ir.dims import Dim, bind, parse_dim
+from treadle.ir.errors import ShapeError
+
+DTYPE_BYTES: dict[str, int] = {
+    "f32": 4,
+    "f16": 2,
+    "bf16": 2,
+    "i64": 8,
+    "i32": 4,
+    "i8": 1,
+    "u8": 1,
+}
+FLOATS = ("f32", "f16", "bf16")
+LAYOUTS = {"": "row-major", "kv": "the paged K and V of one layer, each [P, G, S, D]"}
+
+_PATTERN = re.compile(r"^(?:(kv)\.)?(\w+)\[([^\]]*)\]$")
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """Describe a tensor; prints as `bf16[T, 4096]`, or `kv.bf16[P, 8, 64, 128]` for a layer's cache.
+
+    Raises: ShapeError: an unknown dtype or layout, or a dim that is not positive.
+    """
+
+    shape: tuple[Dim, ...]
+    dtype: str
+    layout: str = ""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ShapeError(f"Unknown dtype `{self.dtype}`; known are {', '.join(DTYPE_BYTES)}.")
+        if self.layout not in LAYOUTS:
+            raise ShapeError(f"Unknown layout `{self.layout}`; known are {', '.join(LAYOUTS)}.")
+        for dim in self.shape:
+            if isinstance(dim, int) and dim < 1:
+                raise ShapeError(f"A dim must be at least 1, found {dim} in {self.shape}.")
+
+    def __str__(self) -> str:
+        prefix = f"{self.layout}." if self.layout else ""
+        return f"{prefix}{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+    def bound_shape(self, dims: Mapping[str, int]) -> tuple[int, ...]:
+        """Give the shape in a step with these `dims`."""
+        return tuple(bind(dim, dims) for dim in self.shape)
+
+    def num_bytes(self, dims: Mapping[str, int]) -> int:
+        """Give the size in bytes in a step with these `dims` (K and V together for a cache)."""
+        planes = 2 if self.layout == "kv" else 1
+        return planes * math.prod(self.bound_shape(dims)) * DTYPE_BYTES[self.dtype]
+
+    def with_shape(self, *shape: Dim) -> TensorType:
+        """Give the same dtype with another shape."""
+        return TensorType(shape, self.dtype)
+
+
+def parse_type(text: str) -> TensorType:
+    """Read a type as `str()` writes it."""
+    found = _PATTERN.match(text.strip())
+    if not found:
+        raise ShapeError(f"`{text}` is not a type: expected something like `bf16[T, 4096]`.")
+    dims = tuple(parse_dim(part.strip()) for part in found[3].split(",") if part.strip())
+    return TensorType(dims, found[2], found[1] or "")
