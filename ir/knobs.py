@@ -1,6 +1,7 @@
 """The only reader of `os.environ`: every variable Treadle listens to, typed, documented and strict.
 
-Values are read when asked for, so tests may change them; a value that can't be parsed raises `ConfigError`.
+Values are read when asked for, so tests may change them. A value that can't be parsed raises
+`ConfigError`.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from treadle.ir.errors import ConfigError
+from treadle.ir.errors import ConfigError, MachineError
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Knob(Generic[T]):
-    """Describe one environment variable. Call it to get its value, or the default where it is unset or empty."""
+    """Describe one environment variable. A call gives its value; the default where unset or empty."""
 
     variable: str
     default: Callable[[], T]
@@ -39,10 +40,11 @@ class Knob(Generic[T]):
 
 
 def _parse_bool(text: str) -> bool:
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if text.lower() not in words:
-        raise ValueError("expected 1 or 0")
-    return words[text.lower()]
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("expected 1 or 0")
 
 
 def _parse_level(text: str) -> int:
@@ -57,9 +59,21 @@ def _parse_target(text: str) -> str:
     return text
 
 
+def _default_cache_dir() -> Path:
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "treadle"
+    try:
+        return Path.home() / ".cache" / "treadle"
+    except RuntimeError:  # an arbitrary user id in a container
+        raise MachineError(
+            "The cache needs a folder, and this user has no home folder to put it in.",
+            remedy="Set TREADLE_CACHE_DIR to a folder that this user may write to.",
+        ) from None
+
+
 cache_dir = Knob(
     "TREADLE_CACHE_DIR",
-    lambda: Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treadle",
+    _default_cache_dir,
     lambda text: Path(text).expanduser(),
     "the folder for compiled kernels, tuned schedules and downloaded demo models.",
 )
@@ -67,23 +81,52 @@ debug = Knob(
     "TREADLE_DEBUG",
     lambda: 0,
     _parse_level,
-    "1 passes and times, 2 kernels chosen, 3 refusals, 4 emitted source, 5 the graph after each pass.",
+    "1 passes and times, 2 kernels chosen, 3 refusals, 4 emitted source, 5 the graph after each "
+    "pass; from 1 on, errors come with their traceback.",
 )
-target = Knob("TREADLE_TARGET", lambda: "auto", _parse_target, "where to run: auto, cuda, interpret or reference.")
-no_color = Knob("NO_COLOR", lambda: False, lambda text: True, "no colours on the terminal (any value).")
-ci = Knob("CI", lambda: False, lambda text: text.lower() not in ("0", "false"), "running unattended: log lines, no bars.")
+target = Knob(
+    "TREADLE_TARGET",
+    lambda: "auto",
+    _parse_target,
+    "where to run: auto, cuda, interpret or reference.",
+)
+no_color = Knob(
+    "NO_COLOR", lambda: False, lambda text: True, "no colours on the terminal (any value)."
+)
+ci = Knob(
+    "CI",
+    lambda: False,
+    lambda text: text.lower() not in ("0", "false"),
+    "running unattended: log lines, no bars.",
+)
 triton_interpret = Knob(
-    "TRITON_INTERPRET", lambda: False, _parse_bool, "Triton's own switch: run kernels in its CPU interpreter."
+    "TRITON_INTERPRET",
+    lambda: False,
+    _parse_bool,
+    "Triton's own switch: run kernels in its CPU interpreter.",
 )
 
-ALL: tuple[Knob, ...] = (cache_dir, debug, target, no_color, ci, triton_interpret)
+demo_wheel: Knob[Path | None] = Knob(
+    "TREADLE_DEMO_WHEEL",
+    lambda: None,
+    lambda text: Path(text).expanduser(),
+    "the demo model's wheel on this disk, where it can't be downloaded.",
+)
+
+ALL: tuple[Knob, ...] = (cache_dir, debug, target, demo_wheel, no_color, ci, triton_interpret)
+
+
+def child_environment(**changes: str | None) -> dict[str, str]:
+    """Give this process's environment with changes, for a child; None takes a variable out."""
+    merged: dict[str, str | None] = {**os.environ, **changes}
+    return {name: value for name, value in merged.items() if value is not None}
 
 
 def use_interpreter() -> None:
-    """Switch Triton to its CPU interpreter for this process. Must run before `triton` is first imported."""
+    """Switch Triton to its CPU interpreter in this process, before `triton` is first imported."""
     os.environ["TRITON_INTERPRET"] = "1"
 
 
 def use_triton_cache(folder: Path) -> None:
-    """Make Triton keep its compiled binaries in `folder`. Must run before the first kernel is compiled."""
+    """Make Triton keep its compiled binaries in `folder`, before the first kernel is compiled."""
     os.environ["TRITON_CACHE_DIR"] = str(folder)
