@@ -1,0 +1,310 @@
+"""What a request asks for, what comes back for it, and the engine's face towards a front end.
+
+Must not know how tokens are made (no torch) nor how they travel (no HTTP). Used by the scheduler,
+the engine, every protocol of the server and the offline pipeline.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+from treadle.ir.errors import RequestError, TreadleError
+
+if TYPE_CHECKING:
+    from treadle.runtime.tokenizer import Tokenizer
+
+MAX_TEMPERATURE = 2.0
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 128
+INT32_MAX = 2**31 - 1
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+class FinishReason(StrEnum):
+    """Say why an answer ended. The first two are a model's own end, the others are failures."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Say how an answer is drawn and where it ends.
+
+    `max_tokens` None: as many as the window holds. `temperature` 0: always the likeliest token.
+    `top_k` 0, `top_p` 1, `min_p` 0: off. `seed` None: the engine picks one.
+    `min_tokens`: an end of sequence, stop token or stop string before this many tokens does not
+    end the answer. `continues_text`: the answer goes on with the prompt's text, so the leading
+    space of its first word is kept; otherwise it is a text of its own, decoded as such.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    include_stop_str_in_output: bool = False
+    continues_text: bool = False
+
+    def validate(self) -> SamplingParams:
+        """Return these parameters if every one is in range.
+
+        Raises: RequestError: a value out of range; `param` names the field.
+        """
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, INT32_MAX)
+        _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        _check_int("top_k", self.top_k, 0, INT32_MAX)
+        _check_number("top_p", self.top_p, 0.0, 1.0, above=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, INT64_MIN, INT64_MAX)
+        _check_count("stop", self.stop, MAX_STOP_STRINGS)
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
+                raise RequestError(
+                    f"Expected each `stop` string to have 1 to {MAX_STOP_CHARS} characters, "
+                    f"found {_show(text)}.",
+                    param="stop",
+                )
+        _check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, 0, INT32_MAX)
+        _check_int("min_tokens", self.min_tokens, 0, INT32_MAX)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"Expected `min_tokens` of at most `max_tokens` = {self.max_tokens}, "
+                f"found {self.min_tokens}.",
+                param="min_tokens",
+            )
+        return self
+
+    def for_choice(self, choice: int) -> SamplingParams:
+        """Give the parameters of one of several answers to one request: each has its own seed."""
+        if self.seed is None:
+            return self
+        return replace(self, seed=derive_seed(self.seed, choice))
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Count an answer's tokens. `cached_tokens` of the prompt came from the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Hold what one step adds to an answer.
+
+    `usage` counts the answer up to here. The last delta, and only it, has a `finish_reason`.
+    `stop_reason` is the stop string or stop token that ended the answer; None for an end of
+    sequence.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    usage: Usage
+
+
+async def collect(deltas: AsyncIterable[Delta]) -> Delta:
+    """Join a stream into the whole answer, which has the form of one delta.
+
+    Raises: RequestError: the stream held nothing.
+    """
+    texts: list[str] = []
+    token_ids: list[int] = []
+    last: Delta | None = None
+    async for last in deltas:
+        texts.append(last.text)
+        token_ids.extend(last.token_ids)
+    if last is None:
+        raise RequestError("Expected an answer, found a stream that ended before it began.")
+    return replace(last, text="".join(texts), token_ids=tuple(token_ids))
+
+
+def derive_seed(seed: int, choice: int) -> int:
+    """Give the seed of answer number `choice`; answer 0 has the request's own, as if alone."""
+    if choice == 0:
+        return seed
+    digest = hashlib.sha256(f"{seed}/{choice}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def fit_to_window(
+    params: SamplingParams,
+    prompt_tokens: int,
+    max_model_len: int,
+    *,
+    default_max_tokens: int | None = None,
+    prompt_param: str = "prompt",
+    max_tokens_param: str = "max_tokens",
+) -> SamplingParams:
+    """Give the parameters with `max_tokens` set to a number that the window holds.
+
+    An absent `max_tokens` becomes `default_max_tokens`, or the room left if that is less.
+    Raises: RequestError: the prompt, or prompt and `max_tokens`, exceed the window; nothing is cut.
+    """
+    room = max_model_len - prompt_tokens
+    if room < 1:
+        raise RequestError(
+            f"Expected a prompt of at most {max_model_len - 1} tokens, because the model's window "
+            f"holds {max_model_len} tokens, prompt and answer together; found {prompt_tokens}.",
+            remedy="Shorten the prompt.",
+            param=prompt_param,
+            code="context_length_exceeded",
+        )
+    if params.max_tokens is None:
+        most = room if default_max_tokens is None else min(room, default_max_tokens)
+        if params.min_tokens > most:
+            raise RequestError(
+                f"Expected `min_tokens` of at most {most}, the tokens this answer may have; "
+                f"found {params.min_tokens}.",
+                param="min_tokens",
+            )
+        return replace(params, max_tokens=most)
+    if params.max_tokens > room:
+        raise RequestError(
+            f"Expected `{max_tokens_param}` of at most {room}, because the model's window holds "
+            f"{max_model_len} tokens and the prompt takes {prompt_tokens} of them; "
+            f"found {params.max_tokens}.",
+            remedy="Lower it, leave it out, or shorten the prompt.",
+            param=max_tokens_param,
+            code="context_length_exceeded",
+        )
+    return params
+
+
+class Generation(Protocol):
+    """Stand for one running answer: a stream of deltas that can be given up."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    def __aiter__(self) -> AsyncIterator[Delta]: ...
+
+    def abort(self) -> None:
+        """Stop the answer and free what it holds. Harmless when it has ended."""
+        ...
+
+
+class Stats(Protocol):
+    """Give an engine's counters: those in `_total` only grow while the engine lives."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def pages_total(self) -> int: ...
+    @property
+    def pages_free(self) -> int: ...
+    @property
+    def steps_total(self) -> int: ...
+    @property
+    def last_step_age_s(self) -> float: ...
+    @property
+    def jit_compiles_total(self) -> int: ...
+    @property
+    def prompt_tokens_total(self) -> int: ...
+    @property
+    def generation_tokens_total(self) -> int: ...
+    @property
+    def preemptions_total(self) -> int: ...
+
+
+class Engine(Protocol):
+    """Name what a front end may ask of an engine, and nothing else.
+
+    `model_name`, `ready`, `phase`, `failure` and `stats()` answer from construction on;
+    `tokenizer`, `max_model_len` and `vocab_size` once `start` has returned. `failure` is what
+    broke the engine for good.
+    """
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def failure(self) -> TreadleError | None: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None
+    ) -> Generation:
+        """Queue a request. Raises: RequestError, QueueFullError."""
+        ...
+
+    def stats(self) -> Stats: ...
+
+    async def drain(self, deadline_s: float) -> None:
+        """Refuse new requests, let the running ones end, abort those left after `deadline_s`."""
+        ...
+
+
+def _check_int(name: str, value: object, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise RequestError(
+            f"Expected `{name}` to be a whole number from {least} to {most}, found {_show(value)}.",
+            param=name,
+        )
+
+
+def _check_number(
+    name: str, value: object, least: float, most: float, *, above: bool = False
+) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    if good:
+        assert isinstance(value, int | float), "tested above"
+        good = math.isfinite(value) and least <= value <= most and not (above and value == least)
+    if not good:
+        edge = "above" if above else "from"
+        raise RequestError(
+            f"Expected `{name}` to be a number {edge} {least:g} to {most:g}, found {_show(value)}.",
+            param=name,
+        )
+
+
+def _check_count(name: str, value: object, most: int) -> None:
+    if not isinstance(value, tuple) or len(value) > most:
+        found = f"{len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
+        raise RequestError(
+            f"Expected `{name}` to hold at most {most} entries, found {found}.", param=name
+        )
+
+
+def _show(value: object) -> str:
+    """Print a client's value for a message, cut to a length that can't flood an answer or a log."""
+    text = repr(value[:64] if isinstance(value, str | bytes | list | tuple) else value)
+    return text if len(text) <= 80 else text[:77] + "..."

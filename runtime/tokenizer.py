@@ -1,0 +1,324 @@
+"""Text to token ids and back, and chats to text, all through the checkpoint's own tokenizer.
+
+Must not know requests, engines or HTTP. Called by the engine, the server, the offline pipeline and
+`runtime/text.py`, which needs to know what one token adds to a text.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from treadle.ir.errors import CheckpointError, RequestError
+
+# What rendering a template may raise: its own `raise_exception`, and what expressions raise when a
+# message lacks what the template expects.
+TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+class TokenizerSource(Protocol):
+    """Name what a checkpoint must offer for its tokenizer to be loaded."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+    @property
+    def generation_config(self) -> Mapping[str, Any]: ...
+
+
+class Tokenizer:
+    """Wrap a checkpoint's tokenizer. Safe to use from several threads at once.
+
+    `decode` is the reference of every text that leaves the engine: special tokens are left out,
+    spaces are never tidied up, bytes that form no character come out as U+FFFD.
+    Raises: CheckpointError: a tokenizer without a fast backend, or with a decoder whose text can't
+    be streamed.
+    """
+
+    def __init__(
+        self, hf_tokenizer: PreTrainedTokenizerBase, *, eos_token_ids: Iterable[int] = ()
+    ) -> None:
+        backend = getattr(hf_tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Backend):
+            raise CheckpointError(
+                "Expected a tokenizer that the `tokenizers` library can run, found "
+                f"{type(hf_tokenizer).__name__}, which it can't.",
+                remedy="Save the tokenizer as tokenizer.json (a fast tokenizer).",
+            )
+        # A tokenizer.json may carry the limits of its training; a prompt is never cut or padded.
+        backend.no_truncation()
+        backend.no_padding()
+        self._hf: Any = hf_tokenizer
+        self._backend = backend
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id: int | None = hf_tokenizer.bos_token_id
+        ends = {int(token_id) for token_id in eos_token_ids}
+        if hf_tokenizer.eos_token_id is not None:
+            ends.add(int(hf_tokenizer.eos_token_id))
+        self.eos_token_ids: frozenset[int] = frozenset(ends)
+        self.has_chat_template: bool = bool(hf_tokenizer.chat_template)
+        added = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        self.is_byte_level, self.has_byte_fallback = _classify_decoder(backend)
+        render = inspect.signature(hf_tokenizer.apply_chat_template).parameters
+        self._template_names = {*render, "messages", *hf_tokenizer.special_tokens_map}
+        self._token_bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def from_source(cls, source: TokenizerSource) -> Tokenizer:
+        """Load the tokenizer that belongs to a checkpoint.
+
+        Raises: CheckpointError: it has none, or one that can't be used.
+        """
+        return cls.from_path(
+            source.path,
+            source.kind,
+            config=source.config,
+            generation_config=source.generation_config,
+        )
+
+    @classmethod
+    def from_path(
+        cls,
+        path: str | Path,
+        kind: str = "safetensors",
+        *,
+        config: Mapping[str, Any] | None = None,
+        generation_config: Mapping[str, Any] | None = None,
+    ) -> Tokenizer:
+        """Load from a Hugging Face folder (`kind` safetensors) or a file (`kind` gguf).
+
+        Ends of sequence: those of the generation config, or else of the config, and the
+        tokenizer's own. Nothing is fetched and no code of the checkpoint is run.
+        Raises: CheckpointError: no tokenizer there, or one that can't be used.
+        """
+        path = Path(path)
+        folder, options = path, {}
+        if kind == "gguf":
+            folder, options = path.parent, {"gguf_file": path.name}
+        elif kind != "safetensors":
+            raise CheckpointError(
+                f"Expected a checkpoint of kind safetensors or gguf, found `{kind}`."
+            )
+        if not path.exists():
+            raise CheckpointError(
+                f"Expected a tokenizer at {path}, found nothing there.", remedy="Check the path."
+            )
+        try:
+            hf_tokenizer = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False, **options
+            )
+        # The library reports missing, damaged and unknown tokenizers through all of these.
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+            raise CheckpointError(
+                f"Expected a tokenizer that transformers can load from {path}: "
+                f"{type(error).__name__}: {error}",
+                remedy="A folder needs tokenizer.json and tokenizer_config.json.",
+            ) from error
+        ends = _token_ids((generation_config or {}).get("eos_token_id"))
+        ends = ends or _token_ids((config or {}).get("eos_token_id"))
+        return cls(hf_tokenizer, eos_token_ids=ends)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Turn text into token ids. Special tokens written out in the text become those tokens.
+
+        `add_special_tokens`: also add what the tokenizer puts around a raw text, such as BOS. Text
+        from a chat template has its own already.
+        Raises: RequestError: text with half of a surrogate pair, which no encoding can hold.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            position = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
+            if position is None:
+                raise
+            raise RequestError(
+                f"Expected Unicode text, found half of a surrogate pair at character {position}.",
+                remedy="Send whole characters.",
+                code="invalid_text",
+            ) from error
+
+    def decode(self, token_ids: Iterable[int], *, continues_text: bool = False) -> str:
+        """Turn token ids into text in one go.
+
+        `continues_text`: the ids follow another text, so the space that begins their first word is
+        kept. It only matters to tokenizers that mark words with a leading `▁`.
+        """
+        if not continues_text or self.is_byte_level:
+            return self._backend.decode(list(token_ids), skip_special_tokens=True)
+        pieces = [piece for i in token_ids if (piece := self.piece(i)) is not None]
+        return self.join_pieces(pieces, first=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """Write a conversation as the prompt text of the checkpoint's chat template.
+
+        `kwargs` are the template's own switches, such as `enable_thinking`.
+        Raises: RequestError: there is no template, it refuses the messages, or a switch has the
+        name of something the template is given anyway.
+        """
+        if not self.has_chat_template:
+            raise RequestError(
+                "Expected a chat template in the checkpoint, found none: this model has no rule "
+                "for writing a conversation as text.",
+                remedy="Use /v1/completions with a prompt of your own.",
+                param="messages",
+                code="no_chat_template",
+            )
+        for name in kwargs:
+            if name in self._template_names:
+                raise RequestError(
+                    f"Expected names of the template's own in `chat_template_kwargs`, found "
+                    f"`{name[:64]}`, which is not a request's to set.",
+                    param="chat_template_kwargs",
+                    code="reserved_name",
+                )
+        try:
+            text = self._hf.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **kwargs,
+            )
+        except TEMPLATE_ERRORS as error:
+            raise RequestError(
+                f"The model's chat template refuses these messages: {str(error)[:1000]}",
+                remedy="Send the roles and fields that this model was trained on.",
+                param="messages",
+                code="chat_template_error",
+            ) from error
+        assert isinstance(text, str), "tokenize=False gives text"
+        return text
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Render a conversation and tokenise it; the template owns all special tokens.
+
+        Raises: RequestError: as `render_chat` and `encode`.
+        """
+        text = self.render_chat(messages, tools, add_generation_prompt, **kwargs)
+        return self.encode(text, add_special_tokens=False)
+
+    def piece(self, token_id: int) -> str | None:
+        """Give a token as the vocabulary spells it; None if it adds nothing to a text."""
+        if token_id in self.special_token_ids:
+            return None
+        return self._backend.id_to_token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Give the bytes that a token of a byte-level tokenizer adds to a text."""
+        found = self._token_bytes.get(token_id)
+        if found is None:
+            piece = self.piece(token_id)
+            found = b"" if piece is None else _piece_bytes(piece)
+            self._token_bytes[token_id] = found
+        return found
+
+    def join_pieces(self, pieces: list[str], *, first: bool) -> str:
+        """Turn pieces that stand side by side into text; `first`: they begin it."""
+        decoder = self._backend.decoder
+        if first:
+            return " ".join(pieces) if decoder is None else decoder.decode(pieces)
+        # The decoder treats what begins a text in its own way; let a plain letter begin it.
+        lead = ["a", *pieces]
+        return (" ".join(lead) if decoder is None else decoder.decode(lead))[1:]
+
+
+def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """Read the one id, list of ids or nothing that a config gives."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _build_byte_alphabet() -> dict[str, int]:
+    """Give the byte of each character that byte-level vocabularies write bytes with.
+
+    Source: GPT-2's `bytes_to_unicode`: printable Latin-1 stands for itself, the others follow from
+    U+0100 on in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return alphabet
+
+
+_BYTE_OF_CHARACTER = _build_byte_alphabet()
+
+
+def _piece_bytes(piece: str) -> bytes:
+    # A piece with any character from outside the alphabet, such as a space, is plain text.
+    values = [_BYTE_OF_CHARACTER.get(character, -1) for character in piece]
+    return piece.encode() if -1 in values else bytes(values)
+
+
+def _classify_decoder(backend: Backend) -> tuple[bool, bool]:
+    """Say whether tokens are bytes, and if not, whether some tokens stand for single bytes.
+
+    Accepts the decoders whose text grows token by token: those that map each piece by itself, but
+    for the beginning of the text and for runs of byte tokens.
+    Raises: CheckpointError: any other decoder.
+    """
+    if backend.decoder is None:
+        return False, False
+    tree = json.loads(backend.decoder.__getstate__())
+    steps = tree["decoders"] if tree["type"] == "Sequence" else [tree]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return True, False
+    is_fused = False
+    for step in steps:
+        kind = step["type"]
+        if kind == "Fuse":
+            is_fused = True
+        elif kind == "Replace":
+            pattern = step["pattern"].get("String", "")
+            # On fused text a longer pattern could match across two tokens.
+            if is_fused and len(pattern) != 1:
+                _refuse_decoder(kinds, f"it replaces {pattern or 'a regular expression'!r}")
+        elif kind == "Strip":
+            if step["stop"] or step["start"] > 1:
+                _refuse_decoder(kinds, "it strips more than one leading character")
+        elif kind not in ("ByteFallback", "Metaspace"):
+            _refuse_decoder(kinds, f"`{kind}` looks at more than one token")
+    return False, "ByteFallback" in kinds
+
+
+def _refuse_decoder(kinds: list[str], reason: str) -> None:
+    raise CheckpointError(
+        f"Expected a tokenizer whose text can be streamed token by token, found the decoder "
+        f"{' + '.join(kinds)}: {reason}.",
+        remedy="Byte-level, Metaspace and byte-fallback decoders are supported.",
+    )
