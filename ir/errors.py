@@ -69,8 +69,15 @@ class RequestError(TreadleError):
     `param` is the path of the offending field (`messages.0.role`), `code` a stable machine-readable word.
     """
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(
+        self,
+        message: str,
+        *,
+        remedy: str = "",
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message, remedy=remedy)
         self.param = param
         self.code = code
 
@@ -78,6 +85,13 @@ class RequestError(TreadleError):
 class QueueFullError(RequestError):
     """The engine's queue is full or it is draining; the client should retry after `retry_after_s`."""
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0, code: str = "overloaded") -> None:
-        super().__init__(message, code=code)
+    def __init__(
+        self,
+        message: str,
+        *,
+        remedy: str = "",
+        retry_after_s: float = 1.0,
+        code: str = "overloaded",
+    ) -> None:
+        super().__init__(message, remedy=remedy, code=code)
         self.retry_after_s = retry_after_s

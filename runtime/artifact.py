@@ -1,0 +1,174 @@
+"""The artifact: the directory that `compile` writes and `serve` reads, and the checks between the two.
+
+manifest.json   what this is: versions, target, model source, engine settings, hash of every file
+graph/*.ir      the graphs, authored and fused, as text; the runtime parses the fused ones
+plan.json       which kernels each program launches, with which arguments and buffers
+kernels/*.py    the emitted Triton modules
+binaries/       their compiled form (Triton's own cache layout)
+tuned.json      the chosen schedules; report.json, report.html: why
+
+Called by the compiler and the engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from treadle.ir.errors import ArtifactError, MachineError
+from treadle.runtime.config import EngineConfig
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Say what an artifact is. `key` names everything its content depends on; `files` their SHA-256."""
+
+    key: str
+    treadle: str
+    torch: str
+    triton: str
+    target: str
+    architecture: str
+    gpu: str
+    model_path: str
+    model_kind: str
+    model_name: str
+    model_architecture: str
+    model_fingerprint: str
+    engine: EngineConfig
+    files: dict[str, str] = field(default_factory=dict)
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An artifact on disk, its manifest read and its files' hashes checked."""
+
+    path: Path
+    manifest: Manifest
+
+    def text(self, name: str) -> str:
+        """Read one of its text files."""
+        return (self.path / name).read_text()
+
+    def json(self, name: str) -> Any:
+        """Read one of its JSON files."""
+        return json.loads(self.text(name))
+
+
+def hash_file(path: Path) -> str:
+    """Give the SHA-256 of a file in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_artifact(path: Path) -> bool:
+    """Say whether `path` is a directory with a manifest."""
+    return (path / MANIFEST).is_file()
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest. Raises: ArtifactError: it is absent, unreadable or of another format."""
+    file = path / MANIFEST
+    if not file.is_file():
+        raise ArtifactError(
+            f"{path} is not an artifact: it has no {MANIFEST}.",
+            remedy="Make one with `python cli.py compile MODEL -o DIR`.",
+        )
+    try:
+        data = json.loads(file.read_text())
+        found = data.get("format")
+        if found != FORMAT:
+            raise ArtifactError(
+                f"{path} has artifact format {found}, this version reads {FORMAT}.",
+                remedy="Compile the model again.",
+            )
+        data["engine"] = EngineConfig.from_json(data["engine"])
+        return Manifest(**data)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ArtifactError(
+            f"{file} can't be read: {error}.", remedy="Compile the model again."
+        ) from None
+
+
+def open_artifact(path: Path) -> Artifact:
+    """Open an artifact and check every file against the manifest.
+
+    Raises: ArtifactError: see `read_manifest`; or a file is missing or was changed.
+    """
+    manifest = read_manifest(path)
+    for name, digest in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            raise ArtifactError(
+                f"{path} lacks `{name}`, which its manifest lists.",
+                remedy="The copy is incomplete: copy it again, or compile the model again.",
+            )
+        if hash_file(file) != digest:
+            raise ArtifactError(
+                f"`{name}` in {path} was changed after the artifact was written.",
+                remedy="To use a kernel of your own, compile with --override DIR; else compile again.",
+            )
+    return Artifact(path, manifest)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """Give an empty folder to fill; on success it becomes `path`, on any error it vanishes.
+
+    Raises: ArtifactError: `path` exists and is not an artifact. MachineError: the folder can't be
+    written, or the disk is full.
+    """
+    if path.exists() and not is_artifact(path) and (not path.is_dir() or any(path.iterdir())):
+        raise ArtifactError(
+            f"{path} exists and is not an artifact.", remedy="Choose another -o, or remove it."
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    except OSError as error:
+        raise _disk_error(path.parent, error) from None
+    try:
+        yield folder
+        old = folder.with_name(folder.name + ".old")
+        if path.exists():
+            path.rename(old)
+        folder.chmod(0o755)
+        folder.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise _disk_error(folder, error) from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _disk_error(folder: Path, error: OSError) -> MachineError:
+    free = shutil.disk_usage(folder if folder.is_dir() else folder.anchor).free
+    return MachineError(
+        f"Can't write below {folder}: {error.strerror or error} ({free / 2**30:.1f} GiB free there).",
+        remedy="Free some space, or choose another folder with -o (for caches: TREADLE_CACHE_DIR).",
+    )
+
+
+def finish_manifest(folder: Path, manifest: Manifest) -> None:
+    """Hash every file below `folder` and write the manifest, the last file of all."""
+    files = {
+        str(file.relative_to(folder)): hash_file(file)
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+    data = asdict(manifest) | {"files": files, "engine": manifest.engine.to_json()}
+    temporary = folder / (MANIFEST + ".tmp")
+    temporary.write_text(json.dumps(data, indent=1) + "\n")
+    os.replace(temporary, folder / MANIFEST)

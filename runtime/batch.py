@@ -1,0 +1,139 @@
+"""A step's plan → what the device must be told: packed inputs, row parameters, block table.
+
+The host keeps a mirror of the rows and sends only what changed. Called by the executor.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+import torch
+
+from treadle.runtime.request import SamplingParams
+from treadle.runtime.scheduler import StepPlan
+from treadle.runtime.state import DeviceState
+
+# Mirrors are copied while the host goes on: a mirror is written again only this many steps later,
+# when the step that read it is known to be complete. One more than the steps in flight.
+RING_SIZE = 3
+PENDING_TOKEN = -1
+PADDING_ROW = -1
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+
+
+class _Ring:
+    """Hold a few host buffers of one shape, used in turn."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        pinned = like.is_cuda
+        self._buffers = [
+            torch.zeros(like.shape, dtype=like.dtype, pin_memory=pinned) for _ in range(RING_SIZE)
+        ]
+        self._next = 0
+
+    def take(self) -> torch.Tensor:
+        self._next = (self._next + 1) % RING_SIZE
+        return self._buffers[self._next]
+
+
+class BatchWriter:
+    """Write each step's inputs to the device state, copying only what the last step lacked."""
+
+    def __init__(self, state: DeviceState) -> None:
+        self._state = state
+        self._rings = {
+            name: _Ring(state.tensors[name]) for name in (*SAMPLING, "block_table", "seq_rows")
+        }
+        self._packed = _Ring(state.packed)
+        self._mirror = {
+            name: state.tensors[name].cpu().numpy().copy() for name in (*SAMPLING, "block_table")
+        }
+        self._composition = -1
+        self._bucket = 0
+        self._entropy = secrets.randbits(63)
+
+    def write_rows(self, plan: StepPlan) -> None:
+        """Bring block table and sampling parameters up to date for the step."""
+        if plan.block_updates:
+            rows, indices, pages = np.array(plan.block_updates, dtype=np.int32).T
+            self._mirror["block_table"][rows, indices] = pages
+            self._send("block_table")
+        if plan.new_rows:
+            new_rows = set(plan.new_rows)
+            for chunk in plan.chunks:
+                if chunk.row in new_rows:
+                    self._set_sampling(chunk.row, chunk.sequence.params, chunk.sequence.arrival)
+            for name in SAMPLING:
+                self._send(name)
+
+    def _set_sampling(self, row: int, params: SamplingParams, arrival: int) -> None:
+        mirror = self._mirror
+        mirror["temperature"][row] = params.temperature
+        mirror["top_k"][row] = params.top_k
+        mirror["top_p"][row] = params.top_p
+        mirror["min_p"][row] = params.min_p
+        # Without a seed of its own a request draws from a stream that no other request shares.
+        seed = self._entropy + arrival if params.seed is None else params.seed
+        mirror["seed"][row] = _as_signed(seed)
+
+    def _send(self, name: str) -> None:
+        staging = self._rings[name].take()
+        staging.numpy()[...] = self._mirror[name]
+        self._state.tensors[name].copy_(staging, non_blocking=True)
+
+    def write_decode(self, plan: StepPlan, bucket: int) -> None:
+        """Say which rows a decode step of `bucket` sequences advances; the rest is padding."""
+        if plan.composition == self._composition and bucket == self._bucket:
+            return
+        self._composition, self._bucket = plan.composition, bucket
+        staging = self._rings["seq_rows"].take()
+        rows = staging.numpy()
+        rows[:] = PADDING_ROW
+        rows[: len(plan.rows)] = plan.rows
+        self._state.tensors["seq_rows"].copy_(staging, non_blocking=True)
+
+    def write_mixed(self, plan: StepPlan) -> None:
+        """Write all inputs of a step with prompt chunks, and the rows' new lengths."""
+        self._composition = -1
+        staging = self._packed.take()
+        packed, offsets = staging.numpy(), self._state.packed_offsets
+        num_seqs, num_decode = len(plan.rows), plan.num_decode
+
+        def field(name: str, size: int) -> np.ndarray:
+            return packed[offsets[name] : offsets[name] + size]
+
+        starts = np.fromiter((*plan.starts, *(c.start for c in plan.chunks)), np.int32, num_seqs)
+        counts = np.ones(num_seqs, np.int32)
+        counts[num_decode:] = [chunk.stop - chunk.start for chunk in plan.chunks]
+        query_start = field("query_start", num_seqs + 1)
+        query_start[0] = 0
+        np.cumsum(counts, out=query_start[1:])
+        num_tokens = plan.num_tokens
+        token_seq = field("token_seq", num_tokens)
+        token_seq[:] = np.repeat(np.arange(num_seqs, dtype=np.int32), counts)
+        field("positions", num_tokens)[:] = (
+            np.arange(num_tokens, dtype=np.int32) - query_start[token_seq] + starts[token_seq]
+        )
+        token_ids = field("token_ids", num_tokens)
+        token_ids[:num_decode] = PENDING_TOKEN
+        for index, chunk in enumerate(plan.chunks, start=num_decode):
+            begin, end = query_start[index], query_start[index + 1]
+            token_ids[begin:end] = chunk.sequence.token_ids[chunk.start : chunk.stop]
+        field("context_lens", num_seqs)[:] = starts + counts
+        sample_index = field("sample_index", num_seqs)
+        sample_index[:] = query_start[1:] - 1
+        for index, chunk in enumerate(plan.chunks, start=num_decode):
+            if not chunk.samples:
+                sample_index[index] = -1
+        field("seq_rows", num_seqs)[:] = plan.rows
+        self._state.packed.copy_(staging, non_blocking=True)
+        tensors = self._state.tensors
+        rows = tensors["seq_rows"][:num_seqs].long()
+        tensors["length"].index_copy_(0, rows, tensors["context_lens"][:num_seqs])
+
+
+def _as_signed(seed: int) -> int:
+    seed &= 2**64 - 1
+    return seed - 2**64 if seed >= 2**63 else seed
+

@@ -1,0 +1,221 @@
+"""Model source → artifact: build, fuse, lower, emit, compile, and write it all down.
+
+Called by the command line and the pipeline. Never loads weights: only their names and shapes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import treadle
+from treadle.ir import knobs, pipeline
+from treadle.ir.errors import ConfigError
+from treadle.ir.graph import Graph
+from treadle.ir.text import print_graph
+from treadle.models.config import ModelConfig, from_hf
+from treadle.models.registry import build_graph, find_family
+from treadle.runtime import artifact as artifacts
+from treadle.runtime import machine, planner
+from treadle.runtime.artifact import Artifact, Manifest
+from treadle.runtime.checkpoint import Checkpoint, open_checkpoint
+from treadle.runtime.config import DTYPES, EngineConfig
+from treadle.runtime.weights import check_names
+
+Report = Callable[[str], None]
+
+# Graphs whose fused form runs, by the step they belong to and whether norms are folded into linears.
+FORMS: dict[str, tuple[str, bool]] = {
+    "decode.few": ("decode", True),
+    "decode": ("decode", False),
+    "mixed": ("mixed", False),
+}
+DEFAULT_WINDOW_TOKENS = 8192  # of a model whose own window is larger, unless asked otherwise
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Say how to compile. Empty or 0 means: decide from the model and the machine.
+
+    `target` auto, cuda, interpret or reference; `architecture` the GPU to compile for (`sm_90`), which
+    need not be in this machine; `dtype` the compute dtype; sizes as in `EngineConfig`.
+    """
+
+    target: str = "auto"
+    architecture: str = ""
+    dtype: str = ""
+    page_size: int = 0
+    max_rows: int = 0
+    max_step_tokens: int = 0
+    max_context_tokens: int = 0
+    dump: Path | None = None
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """Tell what `compile_model` did; `was_current` says that nothing had to be done."""
+
+    artifact: Artifact
+    was_current: bool
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A model's graphs in all stages, ready to be lowered or shown."""
+
+    config: ModelConfig
+    engine: EngineConfig
+    authored: Mapping[str, Graph]
+    fused: Mapping[str, Graph]
+    passes: Mapping[str, tuple[pipeline.PassRecord, ...]]
+
+
+def engine_config(config: ModelConfig, options: CompileOptions) -> EngineConfig:
+    """Decide the engine's shape. Raises: ConfigError: an option is out of range for the model."""
+    target = machine.choose_target(options.target)
+    on_gpu = target == "cuda"
+    window = options.max_context_tokens or min(
+        config.max_position_embeddings, DEFAULT_WINDOW_TOKENS
+    )
+    if window > config.max_position_embeddings:
+        raise ConfigError(
+            f"--max-context-tokens {window} is more than the model's window of "
+            f"{config.max_position_embeddings}.",
+            remedy="Positions it was never trained on give nonsense; use at most its window.",
+        )
+    # Without bf16 arithmetic in silicon f32 is faster on a CPU, and exact against the oracle.
+    default_dtype = config.dtype if on_gpu else "float32"
+    dtype = options.dtype or default_dtype
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype is one of {', '.join(DTYPES)}, not `{dtype}`.")
+    max_rows = options.max_rows or (256 if on_gpu else 16)
+    return EngineConfig(
+        target=target,
+        dtype=DTYPES[dtype],
+        page_size=options.page_size or (64 if on_gpu else 16),
+        max_rows=max_rows,
+        max_step_tokens=options.max_step_tokens or max(8192 if on_gpu else 512, max_rows),
+        max_context_tokens=window,
+    )
+
+
+def build(config: ModelConfig, engine: EngineConfig) -> Compilation:
+    """Build and fuse the graphs of both kinds of step. Raises: SpecError."""
+    authored = {
+        step: build_graph(config, step=step, dtype=engine.dtype, page_size=engine.page_size)
+        for step in ("decode", "mixed")
+    }
+    fused, passes = {}, {}
+    for form, (step, few_tokens) in FORMS.items():
+        graph, passes[form] = pipeline.run_passes(authored[step], few_tokens=few_tokens)
+        fused[form] = replace(graph, name=f"{find_family(config.architecture).name}.{form}")
+    return Compilation(config, engine, authored, fused, passes)
+
+
+def compile_model(
+    source: str | Path, out: Path, options: CompileOptions, report: Report = lambda phase: None
+) -> CompileResult:
+    """Compile a model source (a Hugging Face directory or a GGUF file) into the artifact `out`.
+
+    `report` is told each phase. Nothing is left behind on an error.
+    Raises: CheckpointError, SpecError, ConfigError, KernelError, ArtifactError, MachineError.
+    """
+    report(f"reading {source}")
+    checkpoint = open_checkpoint(source)
+    config = from_hf(checkpoint.config)
+    find_family(config.architecture)
+    engine = engine_config(config, options)
+    manifest = _manifest(checkpoint, config, engine, options)
+    if artifacts.is_artifact(out) and _is_current(out, manifest.key):
+        return CompileResult(artifacts.open_artifact(out), was_current=True)
+    report("building the graph")
+    compilation = build(config, engine)
+    check_names(compilation.authored["decode"].weights, checkpoint)
+    if options.dump:
+        write_dump(compilation, options.dump)
+    with artifacts.writing(out) as folder:
+        (folder / "graph").mkdir()
+        for step, graph in compilation.authored.items():
+            (folder / "graph" / f"{step}.authored.ir").write_text(print_graph(graph))
+        for form, graph in compilation.fused.items():
+            (folder / "graph" / f"{form}.ir").write_text(print_graph(graph))
+        plan = planner.plan_programs(compilation.fused, engine, manifest.architecture, report)
+        plan.write(folder)
+        artifacts.finish_manifest(folder, manifest)
+    return CompileResult(artifacts.open_artifact(out), was_current=False)
+
+
+def _is_current(out: Path, key: str) -> bool:
+    return artifacts.read_manifest(out).key == key
+
+
+def _manifest(
+    checkpoint: Checkpoint, config: ModelConfig, engine: EngineConfig, options: CompileOptions
+) -> Manifest:
+    found = machine.look()
+    architecture = ""
+    if engine.target == "cuda":
+        architecture = options.architecture or found.architecture
+        if not architecture:
+            raise ConfigError(
+                "There is no GPU here to compile for.",
+                remedy="Name one with --arch, for example sm_90, or use --target reference.",
+            )
+    gpu = found.gpu if architecture == found.architecture else ""
+    manifest = Manifest(
+        key="",
+        treadle=treadle.__version__,
+        torch=found.torch,
+        triton=found.triton,
+        target=engine.target,
+        architecture=architecture,
+        gpu=gpu,
+        model_path=str(checkpoint.path.resolve()),
+        model_kind=checkpoint.kind,
+        model_name=checkpoint.path.resolve().stem if checkpoint.kind == "gguf"
+        else checkpoint.path.resolve().name,
+        model_architecture=config.architecture,
+        model_fingerprint=checkpoint.fingerprint(),
+        engine=engine,
+    )
+    parts: dict[str, Any] = {
+        name: str(getattr(manifest, name)) for name in manifest.__dataclass_fields__ if name != "key"
+    }
+    parts["source"] = source_fingerprint()
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return replace(manifest, key=key)
+
+
+@cache
+def source_fingerprint() -> str:
+    """Give one hash over Treadle's own source: a changed compiler makes artifacts anew."""
+    root = Path(treadle.__file__).parent
+    digest = hashlib.sha256()
+    for folder in ("ir", "kernels", "models", "runtime"):
+        for file in sorted((root / folder).rglob("*.py")):
+            digest.update(str(file.relative_to(root)).encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def write_dump(compilation: Compilation, folder: Path) -> None:
+    """Write the graph after each pass, numbered, and the refusals, for people to read and diff."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for step, graph in compilation.authored.items():
+        (folder / f"{step}.00_authored.ir").write_text(print_graph(graph))
+    for form, records in compilation.passes.items():
+        for number, record in enumerate(records, start=1):
+            (folder / f"{form}.{number:02}_{record.name}.ir").write_text(record.dump)
+
+
+def cached_artifact_path(source: str | Path, options: CompileOptions) -> Path:
+    """Give the place in the cache of the artifact for a source and options."""
+    checkpoint = open_checkpoint(source)
+    config = from_hf(checkpoint.config)
+    key = _manifest(checkpoint, config, engine_config(config, options), options).key
+    return knobs.cache_dir() / "artifacts" / f"{checkpoint.path.stem}-{key[:16]}"

@@ -1,0 +1,414 @@
+"""The engine: one worker thread that schedules, launches and completes steps; asyncio in front.
+
+Server, pipeline and command line all use this one. The worker owns executor and scheduler; the event
+loop owns the generations, where tokens become text. Between them: a queue of commands one way, one
+callback per step the other way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from treadle.ir.errors import KernelError, QueueFullError, RequestError, TreadleError
+from treadle.kernels.reference import FAULT_TOKEN
+from treadle.runtime.executor import Executor, StepResult
+from treadle.runtime.request import Delta, FinishReason, SamplingParams, Usage
+from treadle.runtime.scheduler import Scheduler, StepPlan, TokenEvent
+from treadle.runtime.text import TextStream
+from treadle.runtime.tokenizer import Tokenizer
+
+IDLE_WAIT_S = 0.5
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Everything the worker needs to serve; made by `loading.py`."""
+
+    name: str
+    tokenizer: Tokenizer
+    executor: Executor
+    scheduler: Scheduler
+    max_model_len: int
+    vocab_size: int
+    summary: dict[str, str]
+    count_jit_compiles: Callable[[], int]
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Give the engine's gauges and counters at one moment."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    steps_total: int = 0
+    last_step_age_s: float = 0.0
+    jit_compiles_total: int = 0
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    preemptions_total: int = 0
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """The end of a generation as the worker tells it."""
+
+    reason: FinishReason
+    stop_reason: str | int | None
+    error: TreadleError | None = None
+
+
+class Generation:
+    """One running answer. Iterate it for deltas, from one task; `abort` gives it up."""
+
+    def __init__(
+        self, engine: Engine, request_id: str, prompt_tokens: int, params: SamplingParams
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_tokens = prompt_tokens
+        self._engine = engine
+        self._stream = TextStream(engine.tokenizer, params)
+        self._tokens: deque[int] = deque()
+        self._ending: _Ending | None = None
+        self._arrived = asyncio.Event()
+        self._cached_tokens = 0
+        self._over = False
+
+    def _push(self, token: int | None, cached_tokens: int, ending: _Ending | None) -> None:
+        """Take what a step brought; called on the event loop."""
+        if token is not None:
+            self._tokens.append(token)
+        self._cached_tokens = cached_tokens
+        self._ending = ending or self._ending
+        self._arrived.set()
+
+    def abort(self) -> None:
+        """Stop the answer and free its row and pages. Harmless when it has ended."""
+        if not self._over:
+            self._over = True
+            self._engine._forget(self.request_id, FinishReason.ABORT, None)
+            self._push(None, self._cached_tokens, _Ending(FinishReason.ABORT, None))
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self._deltas()
+
+    async def _deltas(self) -> AsyncIterator[Delta]:
+        """Yield a delta per arrival; raises the engine's error if the answer failed."""
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            ending = self._ending
+            tokens = tuple(self._tokens)
+            self._tokens.clear()
+            if ending is not None and ending.error is not None:
+                raise ending.error
+            step = self._stream.push(tokens)
+            text, token_ids, reason = step.text, step.token_ids, step.finish_reason
+            if ending is not None and reason is None:
+                step = self._stream.finish(ending.reason)
+                text, reason = text + step.text, step.finish_reason
+            elif reason is not None and ending is None:
+                # Text ended it, by a stop string: the worker doesn't know yet.
+                self._engine._forget(self.request_id, reason, step.stop_reason)
+            if reason is not None or text or token_ids:
+                usage = Usage(
+                    self.prompt_tokens, self._stream.completion_tokens, self._cached_tokens
+                )
+                yield Delta(text, token_ids, reason, step.stop_reason, usage)
+            if reason is not None:
+                self._over = True
+                return
+
+
+class Engine:
+    """Serve one loaded model. `load` runs in the worker and reports what it is doing, phase by phase.
+
+    Raises from `start`: whatever `load` raised.
+    """
+
+    def __init__(
+        self, model_name: str, load: Callable[[Callable[[str], None]], LoadedModel]
+    ) -> None:
+        self.model_name = model_name
+        self.phase = "starting"
+        self.failure: TreadleError | None = None
+        self._load = load
+        self._model: LoadedModel | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._worker: threading.Thread | None = None
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._draining = False
+        self._generations: dict[str, Generation] = {}
+        self._numbers = itertools.count()
+        self._stats = EngineStats()
+        self._last_step_at = time.monotonic()
+        self._all_done = asyncio.Event()
+
+    # --- the face towards front ends ------------------------------------------------------------
+
+    @property
+    def model(self) -> LoadedModel:
+        """The loaded model. Raises: TreadleError: the engine is not ready."""
+        if self._model is None:
+            raise TreadleError(f"The engine is not ready: {self.phase}.", remedy="Wait for /ready.")
+        return self._model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.model.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """The window in tokens."""
+        return self.model.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids the model knows."""
+        return self.model.vocab_size
+
+    @property
+    def ready(self) -> bool:
+        """Say whether requests are accepted and can be served."""
+        return self._model is not None and not self._draining and self.failure is None
+
+    async def start(self) -> None:
+        """Load the model and begin to serve; returns when ready."""
+        self._loop = asyncio.get_running_loop()
+        started: asyncio.Future[None] = self._loop.create_future()
+        self._worker = threading.Thread(
+            target=self._work, args=(started,), name="treadle-engine", daemon=True
+        )
+        self._worker.start()
+        await started
+
+    async def close(self) -> None:
+        """Abort what runs, stop the worker and wait for it."""
+        for generation in tuple(self._generations.values()):
+            generation.abort()
+        self._stopping = True
+        self._wake.set()
+        if self._worker is not None:
+            await asyncio.to_thread(self._worker.join)
+        self.phase = "closed"
+
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None
+    ) -> Generation:
+        """Queue a request. Call on the event loop.
+
+        Raises: RequestError: it can never run. QueueFullError: too many wait, or the engine drains.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if self._draining or self._stopping:
+            raise QueueFullError(
+                "The server is shutting down and takes no new requests.",
+                retry_after_s=5.0,
+                code="draining",
+            )
+        params.validate()
+        prompt = tuple(prompt_ids)
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise RequestError(f"A token id is a whole number, not {token!r}.", param="prompt")
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(
+                    f"The token id {token} is outside the vocabulary of {self.vocab_size} tokens.",
+                    param="prompt",
+                    code="invalid_token_id",
+                )
+        name = request_id or f"request-{next(self._numbers)}"
+        scheduler = self.model.scheduler
+        if len(self._generations) >= scheduler.max_rows + scheduler.max_waiting:
+            raise QueueFullError(
+                f"{len(self._generations)} requests run or wait, which is the most that may.",
+                remedy="Retry later.",
+            )
+        # The scheduler belongs to the worker; only its checks are safe to run from here.
+        scheduler.check_request(name, prompt, params)
+        if name in self._generations:
+            raise RequestError(f"The request id `{name}` is in use.", code="duplicate_request_id")
+        generation = Generation(self, name, len(prompt), params)
+        self._generations[name] = generation
+        self._all_done.clear()
+
+        def add() -> None:
+            try:
+                self.model.scheduler.add(name, prompt, params)
+            except TreadleError as error:
+                self._publish([(name, None, 0, _Ending(FinishReason.ERROR, None, error))])
+
+        self._send(add)
+        return generation
+
+    def stats(self) -> EngineStats:
+        """Give the counters as of the last step."""
+        return self._stats
+
+    async def drain(self, deadline_s: float) -> None:
+        """Refuse new requests, let the running ones end, abort those left after `deadline_s`."""
+        self._draining = True
+        self.phase = "draining"
+        if self._generations:
+            try:
+                await asyncio.wait_for(self._all_done.wait(), deadline_s)
+            except TimeoutError:
+                for generation in tuple(self._generations.values()):
+                    generation.abort()
+
+    # --- between event loop and worker ----------------------------------------------------------
+
+    def _send(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._wake.set()
+
+    def _forget(self, name: str, reason: FinishReason, stop_reason: str | int | None) -> None:
+        """End a request from the event loop's side."""
+        if self._generations.pop(name, None) is not None:
+            self._send(lambda: self._finish(name, reason, stop_reason))
+        if not self._generations:
+            self._all_done.set()
+
+    def _finish(self, name: str, reason: FinishReason, stop_reason: str | int | None) -> None:
+        self.model.scheduler.finish(name, reason, stop_reason)
+
+    def _publish(self, news: list[tuple[str, int | None, int, _Ending | None]]) -> None:
+        assert self._loop is not None, "the worker runs only after start()"
+        self._loop.call_soon_threadsafe(self._deliver, news)
+
+    def _deliver(self, news: list[tuple[str, int | None, int, _Ending | None]]) -> None:
+        for name, token, cached_tokens, ending in news:
+            generation = self._generations.get(name)
+            if generation is None:
+                continue
+            generation._push(token, cached_tokens, ending)
+            if ending is not None:
+                del self._generations[name]
+        if not self._generations:
+            self._all_done.set()
+
+    # --- the worker -----------------------------------------------------------------------------
+
+    def _work(self, started: asyncio.Future[None]) -> None:
+        loop = self._loop
+        assert loop is not None, "start() sets the loop before the thread"
+        try:
+            self._model = self._load(self._set_phase)
+            self.phase = "ready"
+            self._update_stats()
+        except BaseException as error:  # reported through start(), which re-raises it
+            self.phase = "failed"
+            loop.call_soon_threadsafe(_fail, started, error)
+            return
+        loop.call_soon_threadsafe(_succeed, started)
+        try:
+            self._serve()
+        except Exception as error:  # the boundary of the engine: every request learns of it
+            self._break(error)
+
+    def _set_phase(self, phase: str) -> None:
+        self.phase = phase
+
+    def _serve(self) -> None:
+        scheduler, executor = self.model.scheduler, self.model.executor
+        in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        while True:
+            while self._commands:
+                self._commands.popleft()()
+            if self._stopping and not in_flight:
+                return
+            plan = None
+            if not self._stopping and len(in_flight) < scheduler.max_in_flight:
+                plan = scheduler.schedule()
+            if plan is not None:
+                in_flight.append((plan, executor.launch(plan)))
+                if len(in_flight) < scheduler.max_in_flight:
+                    continue
+            if in_flight:
+                done, result = in_flight.popleft()
+                self._complete(done, result)
+            elif not self._commands:
+                self._update_stats()
+                self._wake.wait(IDLE_WAIT_S)
+                self._wake.clear()
+
+    def _complete(self, plan: StepPlan, result: StepResult) -> None:
+        scheduler = self.model.scheduler
+        tokens = result.tokens()
+        events = scheduler.complete(plan, [max(token, 0) for token in tokens])
+        faulty = {
+            slice_.sequence.request_id
+            for slice_, token in zip(plan.slices, tokens, strict=True)
+            if token == FAULT_TOKEN and slice_.samples
+        } if FAULT_TOKEN in tokens else frozenset()
+        self._last_step_at = time.monotonic()
+        news = [self._describe(event, faulty) for event in events]
+        for name in faulty:
+            scheduler.finish(name, FinishReason.ERROR)
+        self._update_stats()
+        if news:
+            self._publish(news)
+
+    def _describe(
+        self, event: TokenEvent, faulty: frozenset[str] | set[str]
+    ) -> tuple[str, int | None, int, _Ending | None]:
+        sequence, token, reason = event
+        name, cached_tokens = sequence.request_id, sequence.cached_tokens or 0
+        if name in faulty:
+            error = KernelError(
+                f"The model's logits for request `{name}` were not finite at position "
+                f"{len(sequence.token_ids) - 1}.",
+                remedy="Other requests go on. If it recurs, try --dtype bfloat16 or float32.",
+            )
+            return name, None, cached_tokens, _Ending(FinishReason.ERROR, None, error)
+        ending = _Ending(reason, sequence.stop_reason) if reason else None
+        return name, token, cached_tokens, ending
+
+    def _update_stats(self) -> None:
+        scheduler = self.model.scheduler
+        pool = scheduler.pool
+        self._stats = EngineStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            pages_total=pool.num_pages,
+            pages_free=pool.num_available,
+            steps_total=scheduler.steps_total,
+            last_step_age_s=time.monotonic() - self._last_step_at,
+            jit_compiles_total=self.model.count_jit_compiles(),
+            prompt_tokens_total=scheduler.prompt_tokens_total,
+            generation_tokens_total=scheduler.generation_tokens_total,
+            preemptions_total=scheduler.preemptions_total,
+        )
+
+    def _break(self, error: Exception) -> None:
+        """End every request after a fault of the engine itself."""
+        fault = error if isinstance(error, TreadleError) else KernelError(
+            f"The engine failed in a step: {type(error).__name__}: {error}.",
+            remedy="The process must be restarted; run with TREADLE_DEBUG=1 for the traceback.",
+        )
+        fault.__cause__ = error
+        self.failure = fault
+        self.phase = "failed"
+        ending = _Ending(FinishReason.ERROR, None, fault)
+        self._publish([(name, None, 0, ending) for name in tuple(self._generations)])
+
+
+def _succeed(started: asyncio.Future[None]) -> None:
+    if not started.done():
+        started.set_result(None)
+
+
+def _fail(started: asyncio.Future[None], error: BaseException) -> None:
+    if not started.done():
+        started.set_exception(error)

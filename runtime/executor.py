@@ -1,0 +1,93 @@
+"""Run planned steps on the device: write inputs, pick the program, fetch the sampled tokens.
+
+The same code drives all three targets; a program is whatever can `run` a step of its bucket. Called by
+the engine's worker, from one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from treadle.runtime.batch import BatchWriter
+from treadle.runtime.scheduler import StepPlan
+from treadle.runtime.state import DeviceState
+
+
+class Program(Protocol):
+    """Play one kind of step for up to its bucket's tokens."""
+
+    def run(self, num_tokens: int, num_seqs: int) -> Mapping[str, torch.Tensor]:
+        """Run a step whose inputs lie in the state; give at least `tokens` and `logits`."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The tokens of a step that may still be running."""
+
+    _tokens: torch.Tensor
+    _count: int
+    _done: torch.cuda.Event | None
+
+    def tokens(self) -> list[int]:
+        """Wait for the step; give one token per slice, -1 where none was wanted, -2 for a fault."""
+        if self._done is not None:
+            self._done.synchronize()
+        tokens: list[int] = self._tokens[: self._count].tolist()
+        return tokens
+
+
+class Executor:
+    """Own the device state and the programs of an engine.
+
+    `decode` programs by the largest number of sequences each takes, `mixed` by the tokens.
+    """
+
+    def __init__(
+        self, state: DeviceState, decode: Mapping[int, Program], mixed: Mapping[int, Program]
+    ) -> None:
+        self.state = state
+        self._decode = dict(sorted(decode.items()))
+        self._mixed = dict(sorted(mixed.items()))
+        self._writer = BatchWriter(state)
+        self._is_cuda = state.packed.is_cuda
+        self._stream = torch.cuda.Stream() if self._is_cuda else None
+        self._fetched = [
+            torch.zeros(state.dims["B"], dtype=torch.int32, pin_memory=self._is_cuda)
+            for _ in range(3)
+        ]
+        self._steps = 0
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        """Start a step and return without waiting for it (on the CPU it is done on return)."""
+        if self._stream is None:
+            return self._launch(plan)
+        with torch.cuda.stream(self._stream):
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> StepResult:
+        num_seqs = len(plan.rows)
+        self._writer.write_rows(plan)
+        if plan.is_decode_only:
+            bucket = _smallest(self._decode, num_seqs)
+            self._writer.write_decode(plan, bucket)
+            values = self._decode[bucket].run(num_seqs, num_seqs)
+        else:
+            self._writer.write_mixed(plan)
+            bucket = _smallest(self._mixed, plan.num_tokens)
+            values = self._mixed[bucket].run(plan.num_tokens, num_seqs)
+        self._steps += 1
+        fetched = self._fetched[self._steps % len(self._fetched)]
+        fetched[:num_seqs].copy_(values["tokens"][:num_seqs], non_blocking=True)
+        done = None
+        if self._is_cuda:
+            done = torch.cuda.Event()
+            done.record()
+        return StepResult(fetched, num_seqs, done)
+
+
+def _smallest(programs: Mapping[int, Program], needed: int) -> int:
+    return next(bucket for bucket in programs if bucket >= needed)

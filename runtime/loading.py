@@ -1,0 +1,211 @@
+"""Artifact → loaded model: check it against the machine and the weights, then bring everything up.
+
+Called in the engine's worker. Reports each phase; every phase has a line in the summary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from treadle.ir.errors import ArtifactError, ConfigError, MachineError
+from treadle.ir.graph import Graph
+from treadle.ir.text import parse_graph
+from treadle.runtime import machine
+from treadle.runtime.artifact import Artifact, open_artifact
+from treadle.runtime.checkpoint import Checkpoint, open_checkpoint
+from treadle.runtime.config import EngineConfig
+from treadle.runtime.engine import LoadedModel
+from treadle.runtime.executor import Executor, Program
+from treadle.runtime.pages import PagePool
+from treadle.runtime.planner import PLAN
+from treadle.runtime.reference_program import ReferenceProgram
+from treadle.runtime.scheduler import Scheduler
+from treadle.runtime.state import DeviceState, allocate_state, cache_values, page_bytes
+from treadle.runtime.tokenizer import Tokenizer
+from treadle.runtime.weights import load_weights
+
+CPU_POOL_BYTES = 2 * 2**30
+GPU_RESERVE_BYTES = 3 * 2**30  # for graphs, cuBLAS-free workspace and what torch holds back
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Say how to serve an artifact. `kv_bytes` or `num_pages` fix the pool; 0 means: what fits.
+
+    `model_path` replaces the path in the manifest, for artifacts that moved with their weights.
+    """
+
+    kv_bytes: int = 0
+    num_pages: int = 0
+    prefix_cache: bool = True
+    max_waiting: int = 1024
+    model_path: str = ""
+
+
+def check_fits(artifact: Artifact, checkpoint: Checkpoint) -> None:
+    """Refuse an artifact made for another machine or other weights. Raises: ArtifactError."""
+    manifest, found = artifact.manifest, machine.look()
+    if checkpoint.fingerprint() != manifest.model_fingerprint:
+        raise ArtifactError(
+            f"{artifact.path} was compiled for other weights than {checkpoint.path} holds now.",
+            remedy=f"Compile again: python cli.py compile {checkpoint.path} -o {artifact.path}",
+        )
+    if manifest.target != "cuda":
+        return
+    machine.device_of("cuda")
+    if manifest.architecture != found.architecture:
+        raise ArtifactError(
+            f"{artifact.path} was compiled for {manifest.architecture}, this GPU is {found.gpu} "
+            f"({found.architecture}).",
+            remedy="Compile it again on this machine, or with --arch " + found.architecture + ".",
+        )
+    if manifest.triton != found.triton:
+        raise ArtifactError(
+            f"{artifact.path} was compiled with Triton {manifest.triton}, this machine has "
+            f"{found.triton}: its binaries would not be found and kernels would compile while serving.",
+            remedy="Compile it again on this machine.",
+        )
+
+
+def load_model(
+    path: Path, options: ServeOptions, report: Callable[[str], None] = lambda phase: None
+) -> LoadedModel:
+    """Load an artifact for serving.
+
+    Raises: ArtifactError, CheckpointError: it does not fit. MachineError: too little memory.
+    """
+    timer = _PhaseTimer(report)
+    timer.begin("checking the artifact")
+    artifact = open_artifact(path)
+    manifest, config = artifact.manifest, artifact.manifest.engine
+    checkpoint = open_checkpoint(options.model_path or manifest.model_path)
+    check_fits(artifact, checkpoint)
+    device = machine.device_of(config.target)
+    timer.begin("loading the tokenizer")
+    tokenizer = Tokenizer.from_source(checkpoint)
+    timer.begin("loading weights")
+    programs = artifact.json(PLAN)["programs"]
+    forms = {program["form"] for program in programs}
+    graphs = {form: parse_graph(artifact.text(f"graph/{form}.ir")) for form in forms}
+    any_graph = next(iter(graphs.values()))
+    weights = load_weights(
+        any_graph.weights,
+        checkpoint,
+        device=device,
+        max_context_tokens=config.max_context_tokens,
+    )
+    timer.begin("allocating the KV cache")
+    num_pages = decide_pages(any_graph, config, options, device)
+    state = allocate_state(cache_values(any_graph), config, num_pages, device)
+    executor = _build_executor(artifact, programs, graphs, state, weights, timer)
+    scheduler = Scheduler(
+        PagePool(num_pages, config.page_size, prefix_cache=options.prefix_cache),
+        max_rows=config.max_rows,
+        max_step_tokens=config.max_step_tokens,
+        max_model_len=config.max_context_tokens,
+        eos_token_ids=tokenizer.eos_token_ids,
+        max_waiting=options.max_waiting,
+        max_in_flight=2 if device.type == "cuda" else 1,
+    )
+    weight_bytes = sum({w.data_ptr(): w.nbytes for w in weights.values()}.values())
+    summary = {
+        "model": f"{manifest.model_name} ({manifest.model_architecture}, {config.dtype})",
+        "target": f"{config.target} {manifest.gpu or manifest.architecture}".strip(),
+        "window": f"{config.max_context_tokens} tokens",
+        "weights": f"{weight_bytes / 2**20:.0f} MiB",
+        "KV cache": f"{state.cache_bytes / 2**20:.0f} MiB = {num_pages} pages of {config.page_size} "
+        f"tokens, {num_pages // config.pages_per_row} requests of the full window",
+        "largest batch": f"{config.max_rows} requests, {config.max_step_tokens} tokens a step",
+        "start-up": timer.finish(),
+    }
+    vocab_size = int(checkpoint.config["vocab_size"])
+    return LoadedModel(
+        manifest.model_name,
+        tokenizer,
+        executor,
+        scheduler,
+        config.max_context_tokens,
+        vocab_size,
+        summary,
+        lambda: 0,
+    )
+
+
+def decide_pages(
+    graph: Graph, config: EngineConfig, options: ServeOptions, device: torch.device
+) -> int:
+    """Give the number of pages: as asked, or as many as fit after weights and a reserve.
+
+    Raises: ConfigError: the pool asked for holds not even one request of the window's pages.
+    MachineError: nothing fits.
+    """
+    each = page_bytes(graph)
+    most = config.max_rows * config.pages_per_row
+    if options.num_pages:
+        return options.num_pages
+    if options.kv_bytes:
+        pages = options.kv_bytes // each
+        if pages < 1:
+            raise ConfigError(
+                f"--kv-memory {options.kv_bytes} bytes is less than one page of {each} bytes.",
+                remedy=f"Give at least {each * config.pages_per_row} bytes: one request of the window.",
+            )
+        return min(pages, most)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        room = free - GPU_RESERVE_BYTES
+    else:
+        room, total = CPU_POOL_BYTES, CPU_POOL_BYTES
+    pages = room // each
+    if pages < config.pages_per_row:
+        fits = max(room // each, 0) * config.page_size
+        raise MachineError(
+            f"The window of {config.max_context_tokens} tokens needs "
+            f"{config.pages_per_row * each / 2**30:.1f} GiB of KV cache, {room / 2**30:.1f} GiB of "
+            f"{total / 2**30:.1f} are left.",
+            remedy=f"Compile with --max-context-tokens {fits} or less.",
+        )
+    return int(min(pages, most))
+
+
+def _build_executor(
+    artifact: Artifact,
+    programs: list[Mapping[str, object]],
+    graphs: Mapping[str, Graph],
+    state: DeviceState,
+    weights: Mapping[str, torch.Tensor],
+    timer: _PhaseTimer,
+) -> Executor:
+    timer.begin("preparing programs")
+    built: dict[str, dict[int, Program]] = {"decode": {}, "mixed": {}}
+    for program in programs:
+        graph = graphs[str(program["form"])]
+        built[str(program["step"])][int(str(program["bucket"]))] = ReferenceProgram(
+            graph, state, weights
+        )
+    return Executor(state, built["decode"], built["mixed"])
+
+
+class _PhaseTimer:
+    """Report phases and remember how long each took."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._phases: list[tuple[str, float]] = []
+
+    def begin(self, phase: str) -> None:
+        self._report(phase)
+        self._phases.append((phase, time.perf_counter()))
+
+    def finish(self) -> str:
+        """Give `phase seconds, …` over all phases."""
+        starts = [start for _, start in self._phases] + [time.perf_counter()]
+        return ", ".join(
+            f"{phase} {starts[index + 1] - start:.1f} s"
+            for index, (phase, start) in enumerate(self._phases)
+        )

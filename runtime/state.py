@@ -1,0 +1,98 @@
+"""The tensors that outlive a step: rows' state, block table, pages and the buffers of a step's inputs.
+
+Called by the executor. Must not know kernels or the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from treadle.ir.builder import ROW_STATE, STEP_INPUTS
+from treadle.ir.dims import B
+from treadle.ir.graph import Graph, Value
+from treadle.ir.types import TensorType
+from treadle.runtime.config import EngineConfig
+from treadle.runtime.weights import TORCH_DTYPES
+
+# What the host writes for a step; all i32, so that one copy of one packed buffer brings all.
+PACKED_INPUTS: dict[str, TensorType] = {"seq_rows": TensorType((B,), "i32"), **STEP_INPUTS}
+ALIGNMENT = 64  # elements: each input starts at a multiple of 256 bytes
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """Hold tensors by the names that graphs use for their inputs; sizes are the largest of any step.
+
+    `caches` gives K and V of each layer, [P, G, S, D] each. `packed` i32 underlies the step's inputs,
+    each at its offset in `packed_offsets`.
+    """
+
+    dims: Mapping[str, int]
+    tensors: Mapping[str, torch.Tensor]
+    caches: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    packed: torch.Tensor
+    packed_offsets: Mapping[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of everything but the pages."""
+        packed = set(self.packed_offsets)
+        rest = sum(t.nbytes for name, t in self.tensors.items() if name not in packed)
+        return self.packed.nbytes + rest
+
+    @property
+    def cache_bytes(self) -> int:
+        """The bytes of all pages."""
+        return sum(k.nbytes + v.nbytes for k, v in self.caches.values())
+
+
+def cache_values(graph: Graph) -> tuple[Value, ...]:
+    """Give the graph's caches, a layer each."""
+    return tuple(value for value in graph.inputs if value.type.layout == "kv")
+
+
+def page_bytes(graph: Graph) -> int:
+    """Give the bytes of one page over all layers."""
+    return sum(value.type.num_bytes({"P": 1}) for value in cache_values(graph))
+
+
+def state_dims(config: EngineConfig, num_pages: int) -> dict[str, int]:
+    """Give the largest dims of any step of this engine."""
+    return {
+        "T": config.max_step_tokens,
+        "B": config.max_rows,
+        "R": config.max_rows,
+        "M": config.pages_per_row,
+        "P": num_pages,
+        "C": config.max_context_tokens,
+    }
+
+
+def allocate_state(
+    caches: Iterable[Value], config: EngineConfig, num_pages: int, device: torch.device
+) -> DeviceState:
+    """Allocate zeroed state for `config` with `num_pages` pages."""
+    dims = state_dims(config, num_pages)
+    offsets: dict[str, int] = {}
+    total = 0
+    for name, type_ in PACKED_INPUTS.items():
+        offsets[name] = total
+        total += -(-type_.bound_shape(dims)[0] // ALIGNMENT) * ALIGNMENT
+    packed = torch.zeros(total, dtype=torch.int32, device=device)
+    tensors = {
+        name: packed[offset : offset + PACKED_INPUTS[name].bound_shape(dims)[0]]
+        for name, offset in offsets.items()
+    }
+    tensors["seq_rows"].fill_(-1)
+    for name, type_ in ROW_STATE.items():
+        shape, dtype = type_.bound_shape(dims), TORCH_DTYPES[type_.dtype]
+        tensors[name] = torch.zeros(shape, dtype=dtype, device=device)
+    pages = {}
+    for value in caches:
+        shape, dtype = value.type.bound_shape(dims), TORCH_DTYPES[value.type.dtype]
+        both = torch.zeros((2, *shape), dtype=dtype, device=device)
+        pages[value.name] = (both[0], both[1])
+    return DeviceState(dims, tensors, pages, packed, offsets)

@@ -1,0 +1,135 @@
+"""Checkpoint tensors → the weights a graph declares, checked both ways.
+
+Reads only the declarations: joins, alternating rows, tied heads and computed tables are all data.
+Called by the engine and by `verify`; must not know any model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from treadle.ir.errors import CheckpointError
+from treadle.ir.graph import RopeTable, Weight
+from treadle.runtime.checkpoint import Checkpoint
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+}
+
+# Tensors that published checkpoints carry and no graph needs: they are computed, not learned.
+KNOWN_EXTRAS = (re.compile(r".*\.rotary_emb\.inv_freq"), re.compile(r"rope_freqs\.weight"))
+NAMES_SHOWN = 6
+
+
+def check_names(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
+    """Compare the declared tensors with the checkpoint's, names and shapes, before anything is read.
+
+    Raises: CheckpointError: a declared tensor is missing, has another shape, or the checkpoint holds
+    a tensor that nothing declares; each message names tensors.
+    """
+    present = checkpoint.names()
+    asked: set[str] = set()
+    missing: list[str] = []
+    for weight in weights:
+        for part, rows in zip(weight.parts, weight.part_rows, strict=True):
+            asked |= {part, weight.fallback or part}
+            source = part if part in present else weight.fallback
+            if source not in present:
+                missing.append(part)
+                continue
+            expected = (rows, *(int(dim) for dim in weight.type.shape[1:]))  # type: ignore[arg-type]
+            found = checkpoint.shape(source)
+            if tuple(found) != expected:
+                raise CheckpointError(
+                    f"`{source}` should be {list(expected)} by the model's config, but "
+                    f"{checkpoint.path} holds {list(found)}.",
+                    remedy="The config belongs to another checkpoint, or the file was converted wrongly.",
+                )
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.path} lacks {len(missing)} tensors that the model needs: {_some(missing)}.",
+            remedy="The download is incomplete, or config.json describes another model.",
+        )
+    extras = [
+        name
+        for name in sorted(present - asked)
+        if not any(pattern.fullmatch(name) for pattern in KNOWN_EXTRAS)
+    ]
+    if extras:
+        raise CheckpointError(
+            f"{checkpoint.path} holds {len(extras)} tensors that the model doesn't use: {_some(extras)}.",
+            remedy="A spec that ignored them would answer wrongly: check the config's layer count, "
+            "biases and `tie_word_embeddings`.",
+        )
+
+
+def load_weights(
+    weights: Iterable[Weight],
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device,
+    max_context_tokens: int,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Mapping[str, torch.Tensor]:
+    """Load every declared weight to `device`; weights of the same source share storage.
+
+    `on_bytes` is told each weight's bytes as it arrives.
+    Raises: CheckpointError: see `check_names`; also a tensor that holds NaN.
+    """
+    weights = tuple(weights)
+    check_names(weights, checkpoint)
+    present = checkpoint.names()
+    loaded: dict[tuple[object, ...], torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
+    for weight in weights:
+        if weight.rope:
+            result[weight.name] = rope_table(weight.rope, max_context_tokens).to(device)
+            continue
+        sources = tuple(part if part in present else weight.fallback for part in weight.parts)
+        key = (sources, weight.interleave, weight.type.dtype)
+        if key not in loaded:
+            dtype = TORCH_DTYPES[weight.type.dtype]
+            parts = [checkpoint.tensor(name).to(device, dtype) for name in sources]
+            for name, part in zip(sources, parts, strict=True):
+                if not bool(torch.isfinite(part).all()):
+                    raise CheckpointError(
+                        f"`{name}` in {checkpoint.path} holds NaN or infinite values as {dtype}.",
+                        remedy="Load it in a wider dtype (--dtype bfloat16), or fetch the file again.",
+                    )
+            loaded[key] = arrange(parts, weight.interleave)
+            on_bytes(loaded[key].nbytes)
+        result[weight.name] = loaded[key]
+    return result
+
+
+def arrange(parts: list[torch.Tensor], interleave: int) -> torch.Tensor:
+    """Join parts along axis 0; with `interleave` g, two parts alternate in groups of g rows.
+
+    Shapes: parts [N_i, ...] → [sum N_i, ...], contiguous.
+    """
+    if not interleave:
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+    gate, up = (part.unflatten(0, (-1, interleave)) for part in parts)
+    return torch.stack((gate, up), dim=1).flatten(0, 2).contiguous()
+
+
+def rope_table(rope: RopeTable, max_context_tokens: int) -> torch.Tensor:
+    """Compute the cosines, then the sines, of every position: f32[C, rotary_dim]."""
+    positions = torch.arange(max_context_tokens, dtype=torch.float32)
+    frequencies = torch.tensor(rope.inverse_frequencies, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies)
+    return torch.cat((angles.cos(), angles.sin()), dim=1) * rope.scale
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:NAMES_SHOWN])
+    return shown + (f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else "")
