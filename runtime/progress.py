@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Final, TextIO
 
@@ -171,6 +171,20 @@ class Progress:
                 self._line(
                     f"{title}: {counted}, {verdict}" if phase.done else f"{title}: {verdict}"
                 )
+
+    @contextmanager
+    def phases(self) -> Iterator[Callable[[str], None]]:
+        """Give `report(title)`: each call ends the phase before it and begins the next.
+
+        For work that only says what it does now. `report` may be called from another thread.
+        """
+        with ExitStack() as current:
+
+            def report(title: str) -> None:
+                current.close()
+                current.enter_context(self.phase(title))
+
+            yield report
 
     def note(self, text: str) -> None:
         """Show one line that stays."""

@@ -128,6 +128,34 @@ def test_a_fast_phase_does_not_write_every_tenth() -> None:
     assert len(stream.getvalue().splitlines()) == 2
 
 
+def test_reported_phases_follow_one_another() -> None:
+    stream = io.StringIO()
+    with (
+        progress.Progress("log", stream=stream, clock=Clock()) as shown,
+        shown.phases() as report,
+    ):
+        report("read")
+        report("build")
+    assert stream.getvalue().splitlines() == [
+        "read ...",
+        "read: done in 0.0 s",
+        "build ...",
+        "build: done in 0.0 s",
+    ]
+
+
+def test_an_error_stops_the_reported_phase() -> None:
+    stream = io.StringIO()
+    with (
+        pytest.raises(RuntimeError),
+        progress.Progress("log", stream=stream, clock=Clock()) as shown,
+        shown.phases() as report,
+    ):
+        report("read")
+        raise RuntimeError
+    assert stream.getvalue().splitlines()[-1] == "read: stopped after 0.0 s"
+
+
 def test_a_silent_phase_gets_a_heartbeat() -> None:
     stream = Watched("working, ")
     with (
