@@ -1,0 +1,163 @@
+"""The graph's text, its rules, its passes and its memory plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from treadle.ir import dims, fuse, ops
+from treadle.ir.builder import GraphBuilder
+from treadle.ir.errors import ShapeError, SpecError
+from treadle.ir.graph import Op, walk
+from treadle.ir.memory import plan_buffers
+from treadle.ir.pipeline import run_passes
+from treadle.ir.text import parse_graph, print_graph
+from treadle.ir.verify import verify
+
+from tests.golden import Golden
+from tests.ir.toy import toy_graph
+
+FORMS = [("decode", True), ("decode", False), ("mixed", False)]
+DIMS = {"T": 8, "B": 8, "R": 8, "M": 4, "P": 10, "C": 64}
+
+
+@pytest.mark.parametrize("step", ["decode", "mixed"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_authored_graph_reads_back_equal(step: str, bias: bool) -> None:
+    graph = toy_graph(step, mlp_bias=bias, attention_bias=bias)
+    assert parse_graph(print_graph(graph)) == graph
+
+
+@pytest.mark.parametrize(("step", "few"), FORMS)
+def test_a_fused_graph_reads_back_equal(step: str, few: bool) -> None:
+    graph, _ = run_passes(toy_graph(step), few_tokens=few)
+    assert parse_graph(print_graph(graph)) == graph
+
+
+@pytest.mark.parametrize("step", ["decode", "mixed"])
+def test_the_authored_graph_is_as_its_golden(
+    golden: Callable[[str], Golden], step: str
+) -> None:
+    assert print_graph(toy_graph(step)) == golden(f"ir/llama.{step}.authored.ir")
+
+
+@pytest.mark.parametrize(("step", "few"), FORMS)
+def test_each_pass_does_what_its_golden_shows(
+    golden: Callable[[str], Golden], step: str, few: bool
+) -> None:
+    _, records = run_passes(toy_graph(step), few_tokens=few)
+    form = f"{step}.few" if few else step
+    for number, record in enumerate(records, start=1):
+        assert record.dump == golden(f"ir/llama.{form}.{number:02}_{record.name}.ir")
+
+
+def test_a_layer_of_the_few_token_form_is_six_kernels() -> None:
+    graph, _ = run_passes(toy_graph("decode"), few_tokens=True)
+    per_layer = [op for op in graph.ops if op.name.startswith("layers.1.")]
+    assert [op.params.kernel if op.body else op.kind for op in per_layer] == [
+        "rms_norm__linear",
+        "rope__kv_write",
+        "attention",
+        "linear__add",
+        "rms_norm__linear__glu",
+        "linear__add",
+    ]
+
+
+def test_fusion_keeps_every_authored_op_once() -> None:
+    authored = toy_graph("decode")
+    fused, _ = run_passes(authored, few_tokens=True)
+    kinds = sorted(op.kind for op in authored.ops)
+    assert sorted(op.kind for op in walk(fused.ops)) == kinds
+
+
+def test_a_residual_read_twice_is_not_fused_and_the_reason_is_kept() -> None:
+    b = GraphBuilder("odd", step="mixed", dtype="f32", page_size=16)
+    x = b.embed(b.weight("embed", "embed", 32, 16))
+    y = b.linear(x, b.weight("w", "w", 16, 16), name="y")
+    total = b.add(b.add(x, y, name="first"), y, name="second")
+    graph = b.finish(b.linear(b.last_rows(total), b.weight("h", "h", 32, 16), out_dtype="f32"))
+    _, refusals = fuse.fuse_residual(graph)
+    assert {refusal.op for refusal in refusals} == {"first", "second"}
+    assert all("only reader" in refusal.reason for refusal in refusals)
+
+
+def test_ops_that_touch_the_same_state_stay_in_order() -> None:
+    graph = toy_graph("decode")
+    write = next(op for op in graph.ops if op.kind == "kv_write")
+    attention = next(op for op in graph.ops if op.kind == "attention")
+    later = next(op for op in graph.ops if op.name == "layers.0.o")
+    assert "touches the same state" in (fuse.obstacle(graph, [write, later]) or "")
+    assert fuse.obstacle(graph, [write, attention]) is None
+
+
+def test_gate_and_up_alternate_in_weight_and_op_together() -> None:
+    graph, _ = fuse.interleave_gate_up(toy_graph("decode", intermediate_size=132))
+    assert graph.weight_table["layers.0.gate_up"].interleave == 4
+    assert {op.params.interleave for op in graph.ops if op.kind == "glu"} == {4}
+
+
+def test_an_illegal_graph_names_the_op() -> None:
+    graph = toy_graph("decode")
+    with pytest.raises(SpecError, match="before anything produces it"):
+        verify(replace(graph, ops=graph.ops[1:]), "authored")
+    with pytest.raises(SpecError, match="a second time"):
+        verify(replace(graph, ops=(*graph.ops, graph.ops[-2])), "authored")
+    with pytest.raises(SpecError, match="never used"):
+        verify(replace(graph, ops=graph.ops[:2], outputs=()), "authored")
+    with pytest.raises(SpecError, match="not fused"):
+        verify(graph, "fused")
+
+
+def test_a_shape_mistake_is_told_at_the_op_with_both_types() -> None:
+    b = GraphBuilder("odd", step="mixed", dtype="f32", page_size=16)
+    x = b.embed(b.weight("embed", "embed", 32, 16))
+    with pytest.raises(ShapeError, match=r"f32\[T, 16\].*f32\[8, 24\]"):
+        b.linear(x, b.weight("w", "w", 8, 24))
+    with pytest.raises(SpecError, match="declared twice"):
+        b.weight("w", "w", 8, 24)
+
+
+def test_authors_lines_point_into_the_spec() -> None:
+    graph = toy_graph("decode")
+    assert next(op for op in graph.ops if op.kind == "attention").where.startswith("blocks.py:")
+
+
+@pytest.mark.parametrize(("step", "few"), FORMS)
+def test_no_two_live_values_share_bytes(step: str, few: bool) -> None:
+    graph, _ = run_passes(toy_graph(step), few_tokens=few)
+    plan = plan_buffers(graph, DIMS)
+    last = {name: index for index, op in enumerate(graph.ops) for name in op.inputs}
+    last.update(dict.fromkeys(graph.outputs, len(graph.ops)))
+    born = {name: index for index, op in enumerate(graph.ops) for name in op.outputs}
+    assert set(born) == set(plan.offsets)
+    for a in born:
+        for b in born:
+            if a < b and born[a] <= last.get(b, born[b]) and born[b] <= last.get(a, born[a]):
+                ends = plan.offsets[a] + plan.sizes[a], plan.offsets[b] + plan.sizes[b]
+                assert ends[0] <= plan.offsets[b] or ends[1] <= plan.offsets[a], (a, b)
+    total = sum(graph.types[name].num_bytes(DIMS) for name in born)
+    assert plan.total_bytes < total
+
+
+def test_every_op_has_a_docstring_with_its_shapes_or_formula() -> None:
+    for kind, definition in ops.REGISTRY.items():
+        assert definition.doc.splitlines()[0].endswith("."), kind
+        assert "Formula:" in definition.doc or "Shapes:" in definition.doc, kind
+
+
+def test_costs_of_the_ops_are_positive_and_grow_with_the_tokens() -> None:
+    graph = toy_graph("mixed")
+    few, many = {**DIMS, "T": 1}, {**DIMS, "T": 64}
+
+    def moved(op: Op, values: dict[str, int]) -> int:
+        inputs = tuple(map(graph.type_of, op.inputs))
+        outputs = tuple(map(graph.type_of, op.outputs))
+        return ops.lookup(op.kind).bytes(op.params, inputs, outputs, values)
+
+    per_token = [op for op in graph.ops if op.kind in ("linear", "embed", "rope", "kv_write")]
+    for op in per_token:
+        leading = graph.type_of(op.inputs[0]).shape[0]
+        if leading == dims.T:
+            assert 0 < moved(op, few) < moved(op, many), op.name
