@@ -1,0 +1,335 @@
+"""Paged attention templates against the reference, in Triton's interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import random
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from treadle.kernels import reference
+
+from .paged_inputs import PagedInputs, build_paged_inputs
+
+# Attention averages values of size one, so errors are in units of the inputs.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# (H, G, D, S): group sizes 1, 3, 4, 7, 9, 20; D 8, 24 and 80 are padded; a page of 24 splits tiles.
+MODELS = [
+    pytest.param((8, 2, 64, 16), id="group4-dim64-page16"),
+    pytest.param((4, 4, 8, 8), id="group1-dim8-page8"),
+    pytest.param((3, 1, 80, 64), id="group3-dim80-page64"),
+    pytest.param((7, 1, 128, 16), id="group7-dim128-page16"),
+    pytest.param((18, 2, 24, 24), id="group9-dim24-page24"),
+    pytest.param((20, 1, 256, 16), id="group20-dim256-page16"),
+]
+SMALL_MODEL = (4, 2, 16, 16)
+PAGE_EDGES = (1, 15, 16, 17, 31, 32, 33)
+Model = tuple[int, int, int, int]
+
+
+def draw_inputs(
+    sequences: Sequence[tuple[int, int]],
+    model: Model,
+    device: str,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    spare_tokens: int = 0,
+) -> PagedInputs:
+    """Build inputs for (query tokens, context) sequences of a model (H, G, D, S)."""
+    num_heads, num_kv_heads, head_dim, page_size = model
+    if device == "cuda" and dtype == torch.float32:
+        dtype = torch.bfloat16  # a GPU's dot would round fp32 to tf32
+    return build_paged_inputs(
+        sequences,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        seed=seed,
+        device=device,
+        spare_tokens=spare_tokens,
+    )
+
+
+def load_template(name: str, inputs: PagedInputs, schedule: dict[str, Any]) -> ModuleType:
+    """Load a private copy of a template with the SHAPE of `inputs` and a changed SCHEDULE."""
+    spec = importlib.util.find_spec(f"treadle.kernels.templates.{name}")
+    assert spec is not None and spec.loader is not None, f"template `{name}` not found"
+    template = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(template)
+    template.SHAPE = inputs.shape
+    template.SCHEDULE = template.SCHEDULE | schedule
+    return template
+
+
+class Decode:
+    """Hold a decode template and its scratch memory, poisoned, for repeated launches."""
+
+    def __init__(self, inputs: PagedInputs, **schedule: Any) -> None:
+        self.inputs = inputs
+        self.template = load_template("attention_decode", inputs, schedule)
+        num_heads, head_dim = inputs.q.shape[1:]
+        num_partials = inputs.num_seqs * num_heads * self.template.SCHEDULE["MAX_SPLITS"]
+        num_groups = inputs.num_seqs * inputs.k_cache.shape[1]
+        device = inputs.q.device
+        self.partial_out = torch.full((num_partials * head_dim,), float("nan"), device=device)
+        self.partial_lse = torch.full((num_partials,), float("nan"), device=device)
+        self.counters = torch.zeros(num_groups, dtype=torch.int32, device=device)
+
+    def launch(self) -> torch.Tensor:
+        inputs, out = self.inputs, self.inputs.poisoned_out()
+        self.template.launch(
+            inputs.q,
+            inputs.k_cache,
+            inputs.v_cache,
+            inputs.block_table,
+            inputs.seq_rows,
+            inputs.context_lens,
+            out,
+            self.partial_out,
+            self.partial_lse,
+            self.counters,
+            inputs.num_seqs,
+        )
+        return out
+
+
+def run_prefill(
+    inputs: PagedInputs, *, num_tokens: int | None = None, **schedule: Any
+) -> torch.Tensor:
+    """Launch attention_prefill into a poisoned output; `num_tokens` may exceed the real number."""
+    template = load_template("attention_prefill", inputs, schedule)
+    out = inputs.poisoned_out()
+    template.launch(
+        inputs.q,
+        inputs.k_cache,
+        inputs.v_cache,
+        inputs.block_table,
+        inputs.seq_rows,
+        inputs.query_start,
+        inputs.context_lens,
+        out,
+        inputs.num_tokens if num_tokens is None else num_tokens,
+        inputs.num_seqs,
+    )
+    return out
+
+
+def reference_out(inputs: PagedInputs) -> torch.Tensor:
+    num_heads, head_dim = inputs.q.shape[1:]
+    return reference.attention(
+        inputs.q.flatten(1),
+        inputs.k_cache,
+        inputs.v_cache,
+        inputs.block_table,
+        inputs.seq_rows,
+        inputs.query_start,
+        inputs.context_lens,
+        num_heads=num_heads,
+        num_kv_heads=inputs.k_cache.shape[1],
+        head_dim=head_dim,
+        scale=inputs.scale,
+    )  # [T, H * D]
+
+
+def assert_same(out: torch.Tensor, expected: torch.Tensor) -> None:
+    """Check two outputs within the tolerance of their dtype; a NaN on either side fails."""
+    tolerance = TOLERANCE[out.dtype]
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+
+
+# --- decode -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_decode_matches_the_reference_around_page_edges(
+    model: Model, device: str, rng_seed: int
+) -> None:
+    sequences = [(1, context) for context in PAGE_EDGES]
+    inputs = draw_inputs(sequences, model, device, rng_seed)
+    out = Decode(inputs, BLOCK_TOKENS=32, MAX_SPLITS=1).launch()
+    assert_same(out, reference_out(inputs))
+
+
+@pytest.mark.parametrize(
+    ("page_size", "block_tokens"), [(16, 16), (16, 64), (64, 16), (64, 32), (64, 64)]
+)
+def test_decode_tile_may_be_smaller_or_larger_than_a_page(
+    block_tokens: int, page_size: int, device: str, rng_seed: int
+) -> None:
+    inputs = draw_inputs([(1, 63), (1, 130)], (4, 2, 16, page_size), device, rng_seed)
+    out = Decode(inputs, BLOCK_TOKENS=block_tokens, MAX_SPLITS=2, MIN_CHUNK_TOKENS=64).launch()
+    assert_same(out, reference_out(inputs))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_decode_combines_splits_of_long_sequences_only(
+    model: Model, device: str, rng_seed: int
+) -> None:
+    # Chunks are of 16 tokens: 1, 1, 2 and 6 splits, the last more than one round of the combine.
+    inputs = draw_inputs([(1, 3), (1, 16), (1, 17), (1, 90)], model, device, rng_seed)
+    out = Decode(inputs, BLOCK_TOKENS=16, MAX_SPLITS=6, MIN_CHUNK_TOKENS=16).launch()
+    assert_same(out, reference_out(inputs))
+
+
+def test_decode_chunk_grows_when_splits_run_out(device: str, rng_seed: int) -> None:
+    inputs = draw_inputs([(1, 200)], SMALL_MODEL, device, rng_seed)
+    out = Decode(inputs, BLOCK_TOKENS=16, MAX_SPLITS=3, MIN_CHUNK_TOKENS=16).launch()
+    assert_same(out, reference_out(inputs))
+
+
+def test_decode_leaves_its_counters_at_zero(device: str, rng_seed: int) -> None:
+    inputs = draw_inputs([(1, 70), (1, 5), (1, 33)], SMALL_MODEL, device, rng_seed)
+    decode = Decode(inputs, BLOCK_TOKENS=16, MAX_SPLITS=4, MIN_CHUNK_TOKENS=16)
+    decode.launch()
+    assert decode.counters.tolist() == [0] * decode.counters.numel()
+
+
+def test_decode_gives_the_same_bits_again_on_used_scratch(device: str, rng_seed: int) -> None:
+    inputs = draw_inputs([(1, 90), (1, 40)], SMALL_MODEL, device, rng_seed)
+    decode = Decode(inputs, BLOCK_TOKENS=16, MAX_SPLITS=8, MIN_CHUNK_TOKENS=16)
+    assert torch.equal(decode.launch(), decode.launch())
+
+
+def test_decode_writes_zeros_for_padding_sequences(device: str, rng_seed: int) -> None:
+    inputs = draw_inputs([(1, 20), (1, 0), (1, 40), (1, 0)], SMALL_MODEL, device, rng_seed)
+    out = Decode(inputs, BLOCK_TOKENS=16, MAX_SPLITS=2, MIN_CHUNK_TOKENS=16).launch()
+    assert torch.count_nonzero(out[[1, 3]]) == 0
+    assert_same(out, reference_out(inputs))
+
+
+def test_decode_trusts_the_row_of_padding_over_its_length(device: str, rng_seed: int) -> None:
+    inputs = draw_inputs([(1, 20), (1, 0)], SMALL_MODEL, device, rng_seed)
+    stale_lens = torch.tensor([20, 40], dtype=torch.int32, device=device)
+    stale = dataclasses.replace(inputs, context_lens=stale_lens)
+    out = Decode(stale, BLOCK_TOKENS=16, MAX_SPLITS=2, MIN_CHUNK_TOKENS=16).launch()
+    assert torch.count_nonzero(out[1]) == 0
+
+
+def test_decode_writes_nothing_beyond_its_sequences(device: str, rng_seed: int) -> None:
+    inputs = draw_inputs([(1, 20)], SMALL_MODEL, device, rng_seed, spare_tokens=2)
+    out = Decode(inputs, BLOCK_TOKENS=32, MAX_SPLITS=1).launch()
+    assert bool(out[1:].isnan().all())
+
+
+def test_decode_survives_scores_far_beyond_the_range_of_exp(device: str, rng_seed: int) -> None:
+    inputs = draw_inputs([(1, 90), (1, 7)], SMALL_MODEL, device, rng_seed)
+    inputs.q.mul_(200)
+    out = Decode(inputs, BLOCK_TOKENS=16, MAX_SPLITS=4, MIN_CHUNK_TOKENS=16).launch()
+    assert_same(out, reference_out(inputs))
+
+
+def test_decode_in_half_precision(device: str, rng_seed: int) -> None:
+    inputs = draw_inputs([(1, 130), (1, 17)], (8, 2, 64, 64), device, rng_seed, dtype=torch.float16)
+    out = Decode(inputs, BLOCK_TOKENS=64, MAX_SPLITS=2, MIN_CHUNK_TOKENS=64).launch()
+    assert_same(out, reference_out(inputs))
+
+
+# --- prefill ------------------------------------------------------------------------------------
+
+
+# New prompts, chunks behind a prior context and single tokens, ending around page edges.
+RAGGED = [(1, 1), (33, 33), (16, 31), (2, 17), (15, 64)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_prefill_matches_the_reference_on_ragged_sequences(
+    model: Model, device: str, rng_seed: int
+) -> None:
+    inputs = draw_inputs(RAGGED, model, device, rng_seed)
+    out = run_prefill(inputs, BLOCK_ROWS=64, BLOCK_TOKENS=32)
+    assert_same(out, reference_out(inputs))
+
+
+@pytest.mark.parametrize("model", [(6, 2, 64, 16), (3, 1, 80, 64)])
+def test_prefill_of_one_query_head_at_a_time(model: Model, device: str, rng_seed: int) -> None:
+    inputs = draw_inputs(RAGGED, model, device, rng_seed)
+    out = run_prefill(inputs, BLOCK_ROWS=32, BLOCK_TOKENS=32, PACK_HEADS=False)
+    assert_same(out, reference_out(inputs))
+
+
+@pytest.mark.parametrize(
+    ("page_size", "block_tokens", "block_rows"),
+    [(16, 16, 64), (16, 64, 64), (64, 16, 64), (64, 32, 16), (64, 64, 16)],
+)
+def test_prefill_tile_may_be_smaller_or_larger_than_a_page(
+    page_size: int, block_tokens: int, block_rows: int, device: str, rng_seed: int
+) -> None:
+    inputs = draw_inputs([(21, 100), (40, 40)], (4, 2, 16, page_size), device, rng_seed)
+    out = run_prefill(inputs, BLOCK_ROWS=block_rows, BLOCK_TOKENS=block_tokens)
+    assert_same(out, reference_out(inputs))
+
+
+def test_prefill_of_single_tokens_agrees_with_decode(device: str, rng_seed: int) -> None:
+    sequences = [(1, context) for context in PAGE_EDGES]
+    inputs = draw_inputs(sequences, SMALL_MODEL, device, rng_seed)
+    decoded = Decode(inputs, BLOCK_TOKENS=32, MAX_SPLITS=1).launch()
+    assert_same(run_prefill(inputs, BLOCK_ROWS=16, BLOCK_TOKENS=32), decoded)
+
+
+def test_prefill_serves_the_tail_of_a_batch_through_slices(device: str, rng_seed: int) -> None:
+    inputs = draw_inputs([(1, 30), (1, 18), (9, 25), (20, 20)], SMALL_MODEL, device, rng_seed)
+    tail = dataclasses.replace(
+        inputs,
+        seq_rows=inputs.seq_rows[2:],
+        query_start=inputs.query_start[2:],
+        context_lens=inputs.context_lens[2:],
+    )
+    out = run_prefill(tail, num_tokens=29, BLOCK_ROWS=16, BLOCK_TOKENS=32)
+    assert bool(out[:2].isnan().all())
+    assert_same(out[2:], reference_out(inputs)[2:])
+
+
+def test_prefill_writes_zeros_for_padding_sequences(device: str, rng_seed: int) -> None:
+    inputs = draw_inputs([(5, 20), (0, 0), (3, 0), (1, 7)], SMALL_MODEL, device, rng_seed)
+    out = run_prefill(inputs, BLOCK_ROWS=16, BLOCK_TOKENS=32)
+    assert torch.count_nonzero(out[5:8]) == 0
+    assert_same(out, reference_out(inputs))
+
+
+def test_prefill_ignores_tokens_of_no_sequence(device: str, rng_seed: int) -> None:
+    inputs = draw_inputs([(5, 20), (7, 7)], SMALL_MODEL, device, rng_seed, spare_tokens=20)
+    out = run_prefill(inputs, num_tokens=32, BLOCK_ROWS=16, BLOCK_TOKENS=32)
+    assert bool(out[12:].isnan().all())
+    assert_same(out[:12], reference_out(inputs)[:12])
+
+
+def test_prefill_finds_its_sequence_among_hundreds(device: str, rng_seed: int) -> None:
+    sequences = [(0, 0)] * 100 + [(3, 9)] + [(0, 0)] * 160 + [(10, 10), (0, 0), (1, 4)]
+    inputs = draw_inputs(sequences, (1, 1, 16, 16), device, rng_seed)
+    out = run_prefill(inputs, BLOCK_ROWS=16, BLOCK_TOKENS=16)
+    assert_same(out, reference_out(inputs))
+
+
+def test_prefill_of_random_batches(device: str, rng_seed: int) -> None:
+    draw = random.Random(rng_seed)
+    for _ in range(3):
+        lengths = [draw.randint(1, 70) for _ in range(draw.randint(1, 6))]
+        sequences = [(draw.randint(1, length), length) for length in lengths]
+        num_kv_heads = draw.randint(1, 2)
+        num_heads = num_kv_heads * draw.randint(1, 5)
+        model = (num_heads, num_kv_heads, 8 * draw.randint(1, 8), 8 * draw.randint(1, 4))
+        print(f"model {model}, sequences {sequences}")
+        inputs = draw_inputs(sequences, model, device, rng_seed)
+        assert_same(run_prefill(inputs, BLOCK_ROWS=32, BLOCK_TOKENS=32), reference_out(inputs))
+
+
+def test_prefill_survives_scores_far_beyond_the_range_of_exp(device: str, rng_seed: int) -> None:
+    inputs = draw_inputs([(20, 70), (7, 7)], SMALL_MODEL, device, rng_seed)
+    inputs.q.mul_(200)
+    out = run_prefill(inputs, BLOCK_ROWS=32, BLOCK_TOKENS=32)
+    assert_same(out, reference_out(inputs))
+
+
+def test_prefill_in_half_precision(device: str, rng_seed: int) -> None:
+    inputs = draw_inputs(
+        [(40, 100), (1, 65)], (8, 2, 64, 64), device, rng_seed, dtype=torch.float16
+    )
+    out = run_prefill(inputs, BLOCK_ROWS=64, BLOCK_TOKENS=64)
+    assert_same(out, reference_out(inputs))
