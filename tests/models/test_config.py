@@ -439,7 +439,7 @@ def judge_frequencies(config: dict[str, Any]) -> tuple[torch.Tensor, float]:
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3"])
 def test_frequencies_equal_transformers(kind: str, rng_seed: int) -> None:
     rng = random.Random(rng_seed)
-    # The judge computes in float32. llama3 subtracts numbers of one size and multiplies by `factor`.
+    # The judge computes in float32, in which llama3 subtracts near numbers, then multiplies.
     rtol = 3e-4 if kind == "llama3" else 1e-5
     for _ in range(25):
         block: dict[str, Any] | None = None
