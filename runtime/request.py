@@ -77,7 +77,7 @@ class SamplingParams:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
                 raise RequestError(
                     f"Expected each `stop` string to have 1 to {MAX_STOP_CHARS} characters, "
-                    f"found {_show(text)}.",
+                    f"found {show_value(text)}.",
                     param="stop",
                 )
         _check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
@@ -276,7 +276,8 @@ class Engine(Protocol):
 def _check_int(name: str, value: object, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise RequestError(
-            f"Expected `{name}` to be a whole number from {least} to {most}, found {_show(value)}.",
+            f"Expected `{name}` to be a whole number from {least} to {most}, "
+            f"found {show_value(value)}.",
             param=name,
         )
 
@@ -291,7 +292,8 @@ def _check_number(
     if not good:
         edge = "above" if above else "from"
         raise RequestError(
-            f"Expected `{name}` to be a number {edge} {least:g} to {most:g}, found {_show(value)}.",
+            f"Expected `{name}` to be a number {edge} {least:g} to {most:g}, "
+            f"found {show_value(value)}.",
             param=name,
         )
 
@@ -304,7 +306,13 @@ def _check_count(name: str, value: object, most: int) -> None:
         )
 
 
-def _show(value: object) -> str:
-    """Print a client's value for a message, cut to a length that can't flood an answer or a log."""
-    text = repr(value[:64] if isinstance(value, str | bytes | list | tuple) else value)
+def show_value(value: object) -> str:
+    """Print a client's value for a message, at a length that can't flood an answer or a log."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)} entries"
+    if isinstance(value, dict):
+        return f"an object of {len(value)} fields"
+    text = repr(value[:64] if isinstance(value, str | bytes) else value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -10,9 +10,10 @@ import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jinja2 import TemplateError
+from tokenizers import Regex, decoders
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -77,7 +78,9 @@ class Tokenizer:
         self.has_chat_template: bool = bool(hf_tokenizer.chat_template)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        self.is_byte_level, self.has_byte_fallback = _classify_decoder(backend)
+        kind = _classify_decoder(backend)
+        self.is_byte_level, self.has_byte_fallback = kind.is_byte_level, kind.has_byte_fallback
+        self._edits = kind.edits
         render = inspect.signature(hf_tokenizer.apply_chat_template).parameters
         self._template_names = {*render, "messages", *hf_tokenizer.special_tokens_map}
         self._token_bytes: dict[int, bytes] = {}
@@ -241,7 +244,9 @@ class Tokenizer:
         found = self._token_bytes.get(token_id)
         if found is None:
             piece = self.piece(token_id)
-            found = b"" if piece is None else _piece_bytes(piece)
+            for edit in self._edits:
+                piece = piece and edit.decode([piece])
+            found = _piece_bytes(piece) if piece else b""
             self._token_bytes[token_id] = found
         return found
 
@@ -284,20 +289,32 @@ def _piece_bytes(piece: str) -> bytes:
     return piece.encode() if -1 in values else bytes(values)
 
 
-def _classify_decoder(backend: Backend) -> tuple[bool, bool]:
-    """Say whether tokens are bytes, and if not, whether some tokens stand for single bytes.
+class _DecoderKind(NamedTuple):
+    """Say how a decoder makes text: of bytes, or of pieces some of which stand for single bytes.
+
+    `edits` are what is done to each piece before it is read as bytes.
+    """
+
+    is_byte_level: bool
+    has_byte_fallback: bool = False
+    edits: tuple[decoders.Replace, ...] = ()
+
+
+def _classify_decoder(backend: Backend) -> _DecoderKind:
+    """Look at a decoder's steps.
 
     Accepts the decoders whose text grows token by token: those that map each piece by itself, but
     for the beginning of the text and for runs of byte tokens.
     Raises: CheckpointError: any other decoder.
     """
     if backend.decoder is None:
-        return False, False
+        return _DecoderKind(is_byte_level=False)
     tree = json.loads(backend.decoder.__getstate__())
     steps = tree["decoders"] if tree["type"] == "Sequence" else [tree]
     kinds = [step["type"] for step in steps]
-    if kinds == ["ByteLevel"]:
-        return True, False
+    if kinds[-1] == "ByteLevel" and set(kinds[:-1]) <= {"Replace"}:
+        edits = tuple(_build_replace(step) for step in steps[:-1])
+        return _DecoderKind(is_byte_level=True, edits=edits)
     is_fused = False
     for step in steps:
         kind = step["type"]
@@ -313,7 +330,13 @@ def _classify_decoder(backend: Backend) -> tuple[bool, bool]:
                 _refuse_decoder(kinds, "it strips more than one leading character")
         elif kind not in ("ByteFallback", "Metaspace"):
             _refuse_decoder(kinds, f"`{kind}` looks at more than one token")
-    return False, "ByteFallback" in kinds
+    return _DecoderKind(is_byte_level=False, has_byte_fallback="ByteFallback" in kinds)
+
+
+def _build_replace(step: dict[str, Any]) -> decoders.Replace:
+    pattern = step["pattern"]
+    found = Regex(pattern["Regex"]) if "Regex" in pattern else pattern["String"]
+    return decoders.Replace(found, step["content"])
 
 
 def _refuse_decoder(kinds: list[str], reason: str) -> None:

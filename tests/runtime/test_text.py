@@ -18,7 +18,7 @@ from treadle.runtime.tokenizer import Tokenizer
 from ..server import tiny
 
 KINDS: dict[str, Callable[[Path], Path]] = {
-    "byte level": lambda folder: tiny.save_byte_level(folder, ["The qu", " the", "own f"]),
+    "byte level": lambda folder: tiny.save_byte_level(folder, ["The qu", " the", "own f", "a⟪7⟫"]),
     "sentencepiece": lambda folder: tiny.save_sentencepiece(folder),
     "sentencepiece, lead kept": lambda folder: tiny.save_sentencepiece(folder, strips_lead=False),
     "metaspace": tiny.save_metaspace,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
@@ -47,7 +47,9 @@ def save_byte_level(
         vocabulary[left + right] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    # As in the checkpoints of `tests/checkpoints.py`: what a piece is marked with is not text.
+    edit = decoders.Replace(Regex("⟪[0-9]+⟫"), "")
+    tokenizer.decoder = decoders.Sequence([edit, decoders.ByteLevel()])
     return _save(tokenizer, folder, pieces, template, adds_bos)
 
 

@@ -1,0 +1,160 @@
+"""What the handlers of one server share: its options, its moods, its metrics.
+
+Must not know endpoints. Made by `server/app.py`; handlers find it under the keys below.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from treadle.ir.errors import ConfigError, QueueFullError
+from treadle.runtime.request import Engine
+
+# Up to half an hour: a long answer on a small machine takes that long.
+_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Fix how a server behaves.
+
+    Units: `client_max_size_bytes` of a request's body; `heartbeat_s` between comment lines in a
+    stream that has nothing to say; `stuck_after_s` without a step while requests run makes /health
+    fail. `api_keys`: one of them is needed for every route but /health and /ready; none: open.
+    Raises: ConfigError: a value out of range.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    client_max_size_bytes: int = 32 * 2**20
+    heartbeat_s: float = 15.0
+    stuck_after_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.client_max_size_bytes < 1024:
+            raise ConfigError(
+                "Expected a limit of at least 1024 bytes for request bodies, found "
+                f"{self.client_max_size_bytes}."
+            )
+        if self.heartbeat_s <= 0 or self.stuck_after_s <= 0:
+            raise ConfigError("Expected times above 0 s for heartbeats and for a stuck engine.")
+        if any(not key.strip() or not key.isascii() for key in self.api_keys):
+            raise ConfigError("Expected API keys of ASCII characters, found an empty or other one.")
+
+
+@dataclass
+class ServerState:
+    """Follow what a server is doing. Belongs to the event loop."""
+
+    started_at_unix_s: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    num_active: int = 0
+    listening: asyncio.Event = field(default_factory=asyncio.Event)
+    engine_start: asyncio.Task[None] | None = None
+    engine_closed: bool = True
+
+
+class Metrics:
+    """Count what the server sees itself; the engine's own counters are read when scraped."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCollector(engine))
+        self.http_responses = Counter(
+            "treadle_http_responses_total",
+            "Responses by route and status.",
+            ["route", "status"],
+            registry=self.registry,
+        )
+        self.answers = Counter(
+            "treadle_answers_total",
+            "Answers by endpoint and by why they ended (`abort`: the client went away).",
+            ["endpoint", "finish_reason"],
+            registry=self.registry,
+        )
+        self.first_token_s = Histogram(
+            "treadle_time_to_first_token_seconds",
+            "From the whole request to the first token of an answer.",
+            buckets=_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.answer_s = Histogram(
+            "treadle_answer_seconds",
+            "From the whole request to the end of an answer.",
+            buckets=_BUCKETS_S,
+            registry=self.registry,
+        )
+
+
+class _EngineCollector(Collector):
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """Read the engine's counters, so that there is one place where they are kept."""
+        stats = self._engine.stats()
+        pages_used = stats.pages_total - stats.pages_free
+        gauges = {
+            "ready": (float(self._engine.ready), "1 when the engine takes requests."),
+            "requests_running": (stats.running, "Requests that hold a row of the batch."),
+            "requests_waiting": (stats.waiting, "Requests that wait for a row."),
+            "kv_pages": (stats.pages_total, "Pages of the KV cache."),
+            "kv_pages_free": (stats.pages_free, "Pages that a new request can have."),
+            "kv_cache_usage_ratio": (
+                pages_used / max(stats.pages_total, 1),
+                "Share of the pages in use.",
+            ),
+            "last_step_age_seconds": (stats.last_step_age_s, "Time since a step was completed."),
+        }
+        counters = {
+            "steps": (stats.steps_total, "Steps of the engine."),
+            "prompt_tokens": (stats.prompt_tokens_total, "Prompt tokens processed."),
+            "generation_tokens": (stats.generation_tokens_total, "Tokens generated."),
+            "preemptions": (stats.preemptions_total, "Requests evicted for want of pages."),
+            "jit_compiles": (
+                stats.jit_compiles_total,
+                "Kernels compiled while serving; anything but 0 is a fault.",
+            ),
+        }
+        for name, (value, text) in gauges.items():
+            yield GaugeMetricFamily(f"treadle_{name}", text, value=value)
+        for name, (value, text) in counters.items():
+            yield CounterMetricFamily(f"treadle_{name}", text, value=value)
+
+
+ENGINE: web.AppKey[Engine] = web.AppKey("engine")
+OPTIONS: web.AppKey[ServerOptions] = web.AppKey("options", ServerOptions)
+STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)
+METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)
+
+
+def require_ready(app: web.Application) -> Engine:
+    """Give the engine if it takes requests.
+
+    Raises: QueueFullError: it is loading or draining. TreadleError: what broke it for good.
+    """
+    engine = app[ENGINE]
+    if app[STATE].draining:
+        raise QueueFullError(
+            "The server is shutting down and takes no new requests.",
+            remedy="Send it to another server, or again when this one is back.",
+            retry_after_s=5,
+            code="draining",
+        )
+    if engine.failure is not None:
+        raise engine.failure
+    if not engine.ready:
+        raise QueueFullError(
+            f"The model is not ready yet: {engine.phase}.",
+            remedy="/ready says when it is.",
+            retry_after_s=5,
+            code="loading",
+        )
+    return engine
