@@ -1,0 +1,293 @@
+"""Turn a linear and what is fused with it into the hook lines of a matmul template.
+
+Knows the names that matmul templates use and what each pointwise op computes; must not know
+schedules. Called by `lower.py`, which hands the lines to `emit.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+
+from treadle.ir.errors import LoweringError
+from treadle.ir.graph import Op
+from treadle.ir.types import TensorType
+from treadle.kernels.emit import read_template
+
+# Extra operands, in the order that they have in `launch`: after x and w, before y.
+OPERANDS = ("bias", "norm_weight", "residual")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Say how a template holds its results: the axes of `acc`, and which one runs over features.
+
+    Every template names its index tensors `token` and `feature`, shaped to broadcast against `acc`.
+    `has_prologue` tells whether it lets an op change x on the way in.
+    """
+
+    axes: tuple[str, ...]
+    feature_axis: int
+    has_prologue: bool = False
+
+    def index(self, vector: str) -> str:
+        """Write a sum, a vector over features, so that it broadcasts against `acc`."""
+        if len(self.axes) == 1:
+            return vector
+        return f"({vector})[{', '.join(':' if a == self.feature_axis else 'None' for a in (0, 1))}]"
+
+    def inside(self, column: str) -> str:
+        """Write the mask of the results that exist."""
+        if len(self.axes) == 1:
+            return f"{column} < tl.where(token < num_tokens, N_OUT, 0)"
+        return f"(token < num_tokens) & ({column} < N_OUT)"
+
+    def sizes(self, features: str) -> str:
+        """Write the sizes of a tile of that many features."""
+        sizes = [features if a == self.feature_axis else size for a, size in enumerate(self.axes)]
+        return ", ".join(sizes)
+
+
+PER_TOKEN = Tile(("BLOCK_N",), 0, has_prologue=True)
+WEIGHTS_LEFT = Tile(("BLOCK_N", "BLOCK_M"), 0)
+TOKENS_LEFT = Tile(("BLOCK_M", "BLOCK_N"), 1)
+
+TILES: dict[str, Tile] = {
+    "gemv": PER_TOKEN,
+    "matmul": TOKENS_LEFT,
+}
+
+ACTIVATIONS: dict[str, str] = {
+    "silu": "{0} / (1.0 + tl.exp(-{0}))",
+}
+
+
+@dataclass(frozen=True)
+class FusedLinear:
+    """Hold all that emission needs to know of a fused linear.
+
+    `operands` are the extra tensors of `launch`, `inputs` the graph's names of x, w and these, in
+    launch order. `shape` has the sizes N, K and N_OUT. BLOCK_N must be a multiple of
+    `feature_multiple`.
+    """
+
+    operands: tuple[str, ...]
+    inputs: tuple[str, ...]
+    shape: dict[str, int]
+    hooks: dict[str, tuple[str, ...]]
+    feature_multiple: int
+
+
+@dataclass
+class _Chain:
+    """Carry the state of one lowering from op to op: the lines so far and where results stand."""
+
+    template: str
+    tile: Tile
+    identifiers: frozenset[str]
+    types: Mapping[str, TensorType]
+    num_rows: int
+    width: int
+    result: str = ""  # the graph's name of the chain's latest result
+    value: str = "acc"  # what the lines call it
+    column: str = "feature"
+    multiple: int = 1
+    lines: list[str] = field(default_factory=list)
+    operands: dict[str, str] = field(default_factory=dict)
+
+    def refuse(self, op: Op, reason: str, remedy: str = "") -> LoweringError:
+        return LoweringError(
+            f"Template `{self.template}` can't fuse `{op.kind}` (`{op.name}`): {reason}.",
+            remedy=remedy,
+        )
+
+    def operand(self, op: Op, kind: str, name: str) -> str:
+        """Register an extra operand and give the name of its pointer."""
+        if kind in self.operands:
+            raise self.refuse(op, f"it would be a second `{kind}` of one kernel")
+        self.operands[kind] = name
+        return f"{kind}_ptr"
+
+    def other_operand(self, op: Op) -> str:
+        """Give the operand of a binary op that is not the chain's own result."""
+        others = [name for name in op.inputs if name != self.result]
+        if len(op.inputs) != 2 or len(others) != 1:
+            raise self.refuse(op, f"it should combine `{self.result}` with one other value")
+        expected, found = self.types[self.result].shape, self.types[others[0]].shape
+        if expected != found:
+            raise self.refuse(op, f"`{others[0]}` has the shape {found} and not {expected}")
+        return others[0]
+
+
+def lower_linear(template: str, op: Op, types: Mapping[str, TensorType]) -> FusedLinear:
+    """Write the hook lines that make `template` compute a linear with its prologue and epilogue.
+
+    `op` is a `linear`, or a `fused` op with one in its body: an optional `rms_norm`, the linear,
+    then a straight chain of the ops in `POINTWISE`.
+    Raises: LoweringError: an op has no place in the template; the message names it.
+    """
+    if template not in TILES:
+        raise LoweringError(
+            f"Template `{template}` is no matmul; those are {', '.join(sorted(TILES))}."
+        )
+    body = op.body or (op,)
+    anchors = [inner for inner in body if inner.kind == "linear"]
+    if len(anchors) != 1:
+        raise LoweringError(
+            f"A fused linear has one `linear` in its body; `{op.name}` has {len(anchors)}."
+        )
+    (linear,) = anchors
+    before, after = body[: body.index(linear)], body[body.index(linear) + 1 :]
+    num_rows, width = (int(dim) for dim in types[linear.inputs[1]].shape)  # type: ignore[arg-type]
+    names = read_template(template).identifiers
+    chain = _Chain(template, TILES[template], names, types, num_rows, num_rows)
+
+    x, prologue = linear.inputs[0], _no_prologue()
+    for inner in before:
+        if inner.kind != "rms_norm" or len(before) > 1 or inner.outputs[0] != x:
+            raise chain.refuse(inner, "before a linear only one `rms_norm` of its own can be fused")
+        if not chain.tile.has_prologue:
+            raise chain.refuse(inner, "it has no prologue", "Keep the norm as a kernel of its own.")
+        x, prologue = inner.inputs[0], _norm_prologue(chain, inner)
+
+    steps: list[tuple[Op, Step]] = [(linear, _bias)] if len(linear.inputs) == 3 else []
+    chain.result = linear.outputs[0]
+    chain.lines += _comment(linear)
+    for inner in after:
+        if inner.kind not in POINTWISE:
+            known = ", ".join(sorted(POINTWISE))
+            raise chain.refuse(inner, f"no expression for it; there is one for {known}")
+        steps.append((inner, POINTWISE[inner.kind]))
+    for inner, write in steps:
+        if inner is not linear and chain.result not in inner.inputs:
+            raise chain.refuse(inner, f"it does not read `{chain.result}`, the chain's result")
+        target = "y" if inner is steps[-1][0] else _local(chain, inner)
+        chain.lines += _comment(inner) if inner is not linear else []
+        write(chain, inner, target)
+        chain.result, chain.value = inner.outputs[0], target
+    if not steps:
+        chain.lines.append("y = acc")
+    if chain.column == "feature":
+        chain.lines.append("column = feature")
+
+    operands = tuple(kind for kind in OPERANDS if kind in chain.operands)
+    return FusedLinear(
+        operands,
+        (x, linear.inputs[1], *(chain.operands[kind] for kind in operands)),
+        {"N": num_rows, "K": width, "N_OUT": chain.width},
+        {**(prologue if chain.tile.has_prologue else {}), "EPILOGUE": tuple(chain.lines)},
+        chain.multiple,
+    )
+
+
+# --- before the linear --------------------------------------------------------------------------
+
+
+def _no_prologue() -> dict[str, tuple[str, ...]]:
+    return {"PROLOGUE_BEGIN": (), "PROLOGUE": (), "ROW_SCALE": ()}
+
+
+def _norm_prologue(chain: _Chain, op: Op) -> dict[str, tuple[str, ...]]:
+    """Sum the squares of a row while it streams by; its scale is applied to the results."""
+    pointer = chain.operand(op, "norm_weight", op.inputs[1])
+    offset = op.params.offset
+    scale = f"(norm_weight + {offset!r})" if offset else "norm_weight"
+    return {
+        "PROLOGUE_BEGIN": (
+            *_comment(op),
+            "squares = (tl.zeros((BLOCK_K,), tl.float32),) * ROWS  # ROWS of [BLOCK_K]",
+        ),
+        "PROLOGUE": (
+            "squares = squares[:m] + (squares[m] + x * x,) + squares[m + 1 :]",
+            f"norm_weight = tl.load({pointer} + k, mask=k < K, other=0.0).to(tl.float32)",
+            f"x = x * {scale}  # [BLOCK_K]",
+        ),
+        "ROW_SCALE": (
+            "mean_square = tl.sum(squares[m], axis=0) / K",
+            f"acc = acc * tl.rsqrt(mean_square + {op.params.eps!r})  # [BLOCK_N]",
+        ),
+    }
+
+
+# --- after it -----------------------------------------------------------------------------------
+
+
+def _bias(chain: _Chain, op: Op, target: str) -> None:
+    pointer = chain.operand(op, "bias", op.inputs[2])
+    chain.lines += [
+        f"bias = tl.load({pointer} + feature, mask=feature < N, other=0.0).to(tl.float32)",
+        f"{target} = {chain.value} + bias",
+    ]
+
+
+def _add(chain: _Chain, op: Op, target: str) -> None:
+    pointer = chain.operand(op, "residual", chain.other_operand(op))
+    chain.lines += [
+        f"inside = {chain.tile.inside(chain.column)}",
+        f"residual_ptrs = {pointer} + token.to(tl.int64) * N_OUT + {chain.column}",
+        "residual = tl.load(residual_ptrs, mask=inside, other=0.0).to(tl.float32)",
+        f"{target} = {chain.value} + residual",
+    ]
+
+
+def _glu(chain: _Chain, op: Op, target: str) -> None:
+    group, act, tile = op.params.interleave, op.params.act, chain.tile
+    if act not in ACTIVATIONS:
+        raise chain.refuse(op, f"the activation `{act}` has no expression")
+    if not group:
+        raise chain.refuse(
+            op,
+            "gate and up lie in different tiles",
+            "Let the weight's rows alternate (`interleave`), or give the op its own kernel.",
+        )
+    if chain.width != chain.num_rows or chain.width % (2 * group):
+        raise chain.refuse(op, f"its {chain.width} features are not groups of {2 * group}")
+    groups, axis = f"BLOCK_N // {2 * group}", tile.feature_axis
+    split_axes = [*tile.axes[:axis], groups, "2", str(group), *tile.axes[axis + 1 :]]
+    order = [i for i in range(len(split_axes)) if i != axis + 1] + [axis + 1]
+    sizes = tile.sizes("BLOCK_N // 2")
+    shape = f"({sizes})" if len(tile.axes) > 1 else f"({sizes},)"
+    columns = "pid_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)"
+    chain.lines += [
+        f"pairs = tl.reshape({chain.value}, ({', '.join(split_axes)}))",
+        f"gate, up = tl.split(tl.permute(pairs, ({', '.join(map(str, order))})))",
+        f"gate = {ACTIVATIONS[act].format('gate')}",
+        f"{target} = tl.reshape(gate * up, {shape})  # [{sizes}]",
+        f"column = {tile.index(columns)}",
+    ]
+    chain.column = "column"
+    chain.width //= 2
+    chain.multiple = 2 * group
+
+
+Step = Callable[[_Chain, Op, str], None]
+POINTWISE: dict[str, Step] = {"add": _add, "glu": _glu}
+
+
+# --- names --------------------------------------------------------------------------------------
+
+# What hook lines call their own temporaries; a graph's value of that name gets an underscore.
+_TEMPORARIES = {"bias", "column", "gate", "inside", "mean_square", "norm_weight", "pairs"}
+_TEMPORARIES |= {"residual", "residual_ptrs", "squares", "up", "y"}
+
+
+def _local(chain: _Chain, op: Op) -> str:
+    """Name an op's result as its author did, without the scope: all layers give the same text."""
+    name = re.sub(r"\W", "_", _plain(op.outputs[0]))
+    taken = name in _TEMPORARIES or name in chain.identifiers or not name.isidentifier()
+    return f"{name}_" if taken else name
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("@").rpartition(".")[2]
+
+
+def _comment(op: Op) -> list[str]:
+    arguments = [_plain(name) for name in op.inputs]
+    settings = [f"{f.name}={getattr(op.params, f.name)!r}" for f in fields(op.params)]
+    arguments += [setting for setting in settings if not setting.endswith("=''")]
+    call = f"{op.kind}({', '.join(arguments)})"
+    text = f"{_plain(op.outputs[0])} = {call}"
+    return textwrap.wrap(text, 80, initial_indent="# ", subsequent_indent="#   ")

@@ -1,0 +1,60 @@
+"""Import kernel modules from files: Triton reads a kernel's source, so each needs a real file.
+
+Must not know what a module computes. Called by all that launch, compile or tune emitted kernels.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+from treadle.ir import knobs
+from treadle.ir.errors import KernelError
+from treadle.ir.graph import fingerprint
+
+
+def write_module(text: str, name: str, folder: Path | None = None) -> Path:
+    """Write a module's text under its name and fingerprint, once, and give the path.
+
+    `folder` is by default `kernels` in the user's cache.
+    """
+    folder = folder or knobs.cache_dir() / "kernels"
+    path = folder / f"{name}.{fingerprint(text)}.py"
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    # Another process may write the same file: each writes its own and the last rename wins.
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.", suffix=".tmp")
+    with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+    os.replace(temporary, path)
+    return path
+
+
+def load_module(source: Path | str, name: str) -> ModuleType:
+    """Import the module at a path, or the module whose text this is (written to the cache first).
+
+    A file that was imported before gives the same module again, so its compiled kernels are shared.
+    Raises: KernelError: the file is missing, or its text can't be imported.
+    """
+    path = source if isinstance(source, Path) else write_module(source, name)
+    if not path.is_file():
+        raise KernelError(f"Kernel `{name}` should lie in `{path}`; there is no such file.")
+    text = path.read_text(encoding="utf-8")
+    qualified = f"treadle_emitted_{name}_{fingerprint(str(path.resolve()) + text)}"
+    if qualified in sys.modules:
+        return sys.modules[qualified]
+    spec = importlib.util.spec_from_file_location(qualified, path)
+    assert spec is not None and spec.loader is not None, f"no import loader for {path}"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[qualified] = module
+    try:
+        spec.loader.exec_module(module)
+    except (SyntaxError, NameError, ImportError, TypeError, ValueError) as error:
+        del sys.modules[qualified]
+        raise KernelError(f"Kernel `{name}` in `{path}` can't be imported: {error}.") from error
+    return module

@@ -1,0 +1,83 @@
+"""Every matmul template with every fused form against the reference, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from .linear_cases import DTYPES, Case, assert_matches, emit_case, expected, make_inputs, run_case
+
+SMALL: dict[str, dict[str, int | bool]] = {
+    "gemv": {"ROWS": 2, "BLOCK_N": 32, "BLOCK_K": 64},
+    "matmul": {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64},
+}
+FORMS = ["", "bias", "add", "glu", "bias glu", "glu add", "bias add", "f32", "bias glu add"]
+NORM_FORMS = ["norm", "norm offset", "norm bias glu", "norm glu add", "norm f32"]
+
+
+def check(template: str, case: Case, num_tokens: int, seed: int, folder: Path, **schedule) -> None:  # type: ignore[no-untyped-def]
+    text, fused = emit_case(template, case, **{**SMALL[template], **schedule})
+    tensors = make_inputs(case, num_tokens, seed)
+    y = run_case(text, fused, case, tensors, folder)
+    assert_matches(y, expected(case, tensors), DTYPES[case.dtype])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("template", SMALL)
+def test_fused_form_equals_reference(
+    template: str, form: str, rng_seed: int, tmp_path: Path
+) -> None:
+    check(template, Case(form), 3, rng_seed, tmp_path)
+
+
+@pytest.mark.parametrize("form", NORM_FORMS)
+def test_norm_prologue_equals_reference(form: str, rng_seed: int, tmp_path: Path) -> None:
+    check("gemv", Case(form), 3, rng_seed, tmp_path)
+
+
+@pytest.mark.parametrize("template", SMALL)
+@pytest.mark.parametrize(
+    "case", [Case("bias", N=50, K=72), Case("glu add", N=48, K=40), Case("glu", N=144, K=200)]
+)
+def test_sizes_that_no_tile_divides(
+    template: str, case: Case, rng_seed: int, tmp_path: Path
+) -> None:
+    check(template, case, 5, rng_seed, tmp_path)
+
+
+@pytest.mark.parametrize("template", SMALL)
+@pytest.mark.parametrize("num_tokens", [1, 2, 17])
+def test_any_number_of_tokens(
+    template: str, num_tokens: int, rng_seed: int, tmp_path: Path
+) -> None:
+    check(template, Case("add", N=64), num_tokens, rng_seed, tmp_path)
+
+
+@pytest.mark.parametrize("template", SMALL)
+@pytest.mark.parametrize("form", ["", "bias glu add", "f32"])
+def test_half_precision(template: str, form: str, rng_seed: int, tmp_path: Path) -> None:
+    check(template, Case(form, dtype="f16", K=160), 3, rng_seed, tmp_path)
+
+
+@pytest.mark.parametrize("template", SMALL)
+@pytest.mark.parametrize("interleave", [1, 2, 4])
+def test_narrow_groups_of_gate_and_up(
+    template: str, interleave: int, rng_seed: int, tmp_path: Path
+) -> None:
+    check(template, Case("glu", N=24, interleave=interleave), 2, rng_seed, tmp_path)
+
+
+def test_every_row_count_of_a_gemv(rng_seed: int, tmp_path: Path) -> None:
+    for rows in (1, 4, 8):
+        check("gemv", Case("norm add", N=32), rows, rng_seed, tmp_path, ROWS=rows)
+
+
+def test_zero_rows_stay_finite_under_a_norm(rng_seed: int, tmp_path: Path) -> None:
+    case = Case("norm")
+    text, fused = emit_case("gemv", case, **SMALL["gemv"])
+    tensors = make_inputs(case, 2, rng_seed)
+    tensors["x"][0] = 0.0
+    y = run_case(text, fused, case, tensors, tmp_path)
+    assert torch.equal(y[0], torch.zeros_like(y[0]))
