@@ -265,11 +265,14 @@ def write_gguf(
     *,
     metadata: Mapping[str, object] | None = None,
     extra_tensors: Mapping[str, np.ndarray] | None = None,
+    replacements: Mapping[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
+    architecture: Literal["llama", "qwen2"] = "llama",
 ) -> Path:
     """Convert a folder that `make_llama` wrote to GGUF, as llama.cpp's converter does.
 
-    Matrices get `tensor_type`, vectors float32; rows of q and k are interleaved. `metadata` sets
-    keys, such as `llama.rope.scaling.type`; a value of None leaves a key out.
+    Matrices get `tensor_type`, vectors float32; for llama, rows of q and k are interleaved.
+    `metadata` sets keys, such as `llama.rope.scaling.type`; a value of None leaves a key out.
+    `replacements` gives codes and type of a weight by its short name, such as `blk.0.ffn_up`.
     """
     config = json.loads((source / "config.json").read_text())
     rope = config.get("rope_parameters") or {}
@@ -289,10 +292,12 @@ def write_gguf(
         "tokenizer.ggml.bos_token_id": config["bos_token_id"],
         "tokenizer.ggml.eos_token_id": config["eos_token_id"],
     }
-    writer = gguf.GGUFWriter(file, "llama")
+    writer = gguf.GGUFWriter(file, architecture)
     for key, value in (values | dict(metadata or {})).items():
-        _add_metadata(writer, key, value)
+        _add_metadata(writer, key.replace("llama.", f"{architecture}.", 1), value)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    if architecture != "llama":
+        heads = {}
     for name, tensor in sorted(load_file(source / "model.safetensors").items()):
         short = _gguf_name(name)
         array = tensor.float().numpy()
@@ -300,7 +305,10 @@ def write_gguf(
             halves = array.reshape(heads[part], 2, -1, *array.shape[1:])  # [H, 2, D/2, ...]
             array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
         kind = tensor_type if array.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(short, gguf.quantize(array, kind), raw_dtype=kind)
+        codes = gguf.quantize(array, kind)
+        if replacements and short.removesuffix(".weight") in replacements:
+            codes, kind = replacements[short.removesuffix(".weight")]
+        writer.add_tensor(short, codes, raw_dtype=kind)
     for name, array in (extra_tensors or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()
@@ -492,9 +500,11 @@ def _write_generation_config(path: Path, changes: Mapping[str, object] | None) -
     file.write_text(json.dumps(content | dict(changes or {}), indent=2))
 
 
+_GGUF_NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 16)
+
+
 def _gguf_name(name: str) -> str:
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 64)
-    short = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    short = _GGUF_NAMES.get_name(name, try_suffixes=(".weight", ".bias"))
     assert short is not None, f"{name} has no name in GGUF"
     return short
 
