@@ -19,12 +19,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Knob(Generic[T]):
-    """Describe one environment variable. A call gives its value, or the default where unset."""
+    """Describe one environment variable. A call gives its value, or the default where unset.
+
+    The value of a `secret` is never shown.
+    """
 
     variable: str
     default: Callable[[], T]
     parse: Callable[[str], T]
     doc: str
+    secret: bool = False
 
     def __call__(self) -> T:
         text = os.environ.get(self.variable, "")
@@ -33,8 +37,9 @@ class Knob(Generic[T]):
         try:
             return self.parse(text)
         except ValueError as error:
+            shown = "set" if self.secret else repr(text)
             raise ConfigError(
-                f"Environment variable `{self.variable}` is {text!r}: {error}.",
+                f"Environment variable `{self.variable}` is {shown}: {error}.",
                 remedy=f"It means: {self.doc} Unset it for the default.",
             ) from None
 
@@ -45,6 +50,13 @@ def _parse_bool(text: str) -> bool:
     if text.lower() in ("0", "false", "no", "off"):
         return False
     raise ValueError("expected 1 or 0")
+
+
+def _parse_keys(text: str) -> tuple[str, ...]:
+    keys = tuple(key.strip() for key in text.split(","))
+    if not all(keys):
+        raise ValueError("expected keys with commas between them, and found an empty one")
+    return keys
 
 
 def _parse_level(text: str) -> int:
@@ -90,6 +102,13 @@ target = Knob(
     _parse_target,
     "where to run: auto, cuda, interpret or reference.",
 )
+api_keys: Knob[tuple[str, ...]] = Knob(
+    "TREADLE_API_KEYS",
+    lambda: (),
+    _parse_keys,
+    "the keys that `serve` asks its clients for, with commas between them.",
+    secret=True,
+)
 no_color = Knob(
     "NO_COLOR", lambda: False, lambda text: True, "no colours on the terminal (any value)."
 )
@@ -121,6 +140,7 @@ ALL: tuple[Knob, ...] = (
     debug,
     target,
     demo_wheel,
+    api_keys,
     no_color,
     ci,
     triton_interpret,

@@ -15,8 +15,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +24,8 @@ from typing import Any, Final
 import treadle
 from treadle.ir import knobs
 from treadle.ir.errors import KernelError, MachineError, TreadleError
+from treadle.runtime.console import print_json, print_table
+from treadle.runtime.progress import Progress
 
 PASS, FAIL, NOTE = "pass", "fail", "note"
 
@@ -77,7 +79,10 @@ class Report:
         return {
             "ok": not self.failed,
             "treadle": treadle.__version__,
-            "steps": [asdict(step) for step in self.steps],
+            "steps": [
+                {"name": s.name, "status": s.status, "detail": s.detail, "remedy": s.remedy}
+                for s in self.steps
+            ],
             "settings": dict(self.settings),
         }
 
@@ -90,6 +95,26 @@ class Report:
         for name, value in self.settings.items():
             lines.append(f"| `{name}` | set | `{_without_home(value)}` |")
         return "\n".join(lines) + "\n"
+
+
+def run_check_env(target: str, markdown: bool, as_json: bool, progress: str) -> None:
+    """Try the machine and print what was found.
+
+    Raises: MachineError, KernelError: a check failed.
+    """
+    with Progress(progress) as shown, shown.phases() as report:
+        found = check(target, report)
+    if as_json:
+        print_json(found.to_json())
+    elif markdown:
+        print(found.markdown(), end="")
+    else:
+        print_table([(step.status, step.name, step.detail) for step in found.steps])
+        for step in found.steps:
+            if step.status == NOTE and step.remedy:
+                print(f"\n{step.name}: {step.remedy}")
+    if verdict := found.verdict():
+        raise verdict
 
 
 def check(target: str, report: Callable[[str], None] = lambda phase: None) -> Report:
@@ -284,9 +309,13 @@ def _probe(*question: str, **variables: str | None) -> dict[str, Any] | str:
 
 
 def _settings() -> dict[str, str]:
+    """Give the variables that are set and mean something to us, less their secrets."""
     values = knobs.child_environment()
-    names: Sequence[str] = sorted(knob.variable for knob in knobs.ALL)
-    return {name: values[name] for name in names if values.get(name)}
+    return {
+        knob.variable: "(hidden)" if knob.secret else values[knob.variable]
+        for knob in sorted(knobs.ALL, key=lambda knob: knob.variable)
+        if values.get(knob.variable)
+    }
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -24,6 +24,8 @@ MODES: Final = ("auto", "bar", "log", "none")
 HEARTBEAT_S: Final = 30.0
 # Ten lines within a second tell a reader nothing.
 _MIN_LINE_GAP_S: Final = 2.0
+# A phase as short as this has said enough by its first line.
+_QUICK_S: Final = 1.0
 
 
 class Phase:
@@ -167,10 +169,10 @@ class Progress:
                     total = phase.total or max(phase.done, 1)
                     completed = total if finished else phase.done
                     self._bars.update(phase._task, total=total, completed=completed, state=verdict)
-                counted = f"{phase.done} {phase.unit}".strip()
-                self._line(
-                    f"{title}: {counted}, {verdict}" if phase.done else f"{title}: {verdict}"
-                )
+                if phase.done:
+                    self._line(f"{title}: {phase.done} {phase.unit}".rstrip() + f", {verdict}")
+                elif not finished or self._clock() - phase.started_s >= _QUICK_S:
+                    self._line(f"{title}: {verdict}")
 
     @contextmanager
     def phases(self) -> Iterator[Callable[[str], None]]:

@@ -1,0 +1,67 @@
+# Everything a developer runs. Each target makes its environment first; a second run redoes nothing.
+#
+#   make test        install the pinned packages, then run the tests (less the slow ones)
+#   make demo        run a small model from start to end, without a GPU if there is none
+#   make check       lint, and the structural tests: the quick look before a commit
+#   make test-slow   every test
+#   make golden      rewrite the golden files (read the diff!)
+#   make docs        rewrite the generated pages of docs/
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The Python to make the environment with; empty means the first that fits, see below.
+PYTHON ?=
+# Test processes: the machine's cores, eight at most (each one imports torch).
+JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 8 ? n : 8)))
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# An environment knows its own path, so a moved or copied checkout makes a new one.
+STAMP := $(VENV)/installed-$(shell printf '%s' '$(CURDIR)' | cksum | cut -d' ' -f1)
+
+.DEFAULT_GOAL := help
+.PHONY: help env test test-slow demo lint check golden docs clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+env: $(STAMP)
+
+$(STAMP): constraints.txt setup.cfg pyproject.toml .import/treadle/__init__.py
+	@rm -rf $(VENV)
+	@python=; for candidate in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
+	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    python=$$candidate; break; fi; done; \
+	if [ -z "$$python" ]; then \
+	  echo "make: expected Python 3.11 or newer; tried: $(or $(PYTHON),python3 python3.13 python3.12 python3.11)." \
+	    "Install one, or name it: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 3; fi; \
+	echo "environment: $(VENV), by $$("$$python" --version), pinned by constraints.txt (a minute or two) ..."; \
+	"$$python" -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq -c constraints.txt setuptools
+	@$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[test]'
+	@touch $@
+
+test: env
+	$(PYTEST) -m 'not slow'
+
+test-slow: env
+	$(PYTEST)
+
+demo: env
+	$(BIN)/python cli.py demo
+
+lint: env
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy -p treadle
+
+check: lint
+	$(PYTEST) -m 'not slow' $(wildcard tests/test_*.py) tests/ir tests/models
+
+golden: env
+	$(PYTEST) --update-golden
+
+docs: env
+	$(BIN)/python docs/build_reference.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,396 @@
+"""The bodies of the commands that run a model without a server, or show what became of one.
+
+Results go to stdout, progress and remarks to stderr. Called by the command line only, after it has
+chosen the interpreter; the parameters are the options' names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from treadle.ir.errors import ArtifactError, ConfigError, SpecError
+from treadle.ir.graph import Graph, Op
+from treadle.ir.text import print_graph, print_op, print_weight
+from treadle.models.config import from_hf
+from treadle.runtime import artifact as artifacts
+from treadle.runtime import compiler, demo_model
+from treadle.runtime.chat import Chat
+from treadle.runtime.checkpoint import open_checkpoint
+from treadle.runtime.compiler import Compilation, CompileOptions
+from treadle.runtime.console import print_json, print_table
+from treadle.runtime.engine import Engine, LoadedModel
+from treadle.runtime.loading import ServeOptions, load_model
+from treadle.runtime.progress import Progress
+from treadle.runtime.request import Delta, SamplingParams, collect, fit_to_window
+from treadle.runtime.tokenizer import Tokenizer
+
+Report = Callable[[str], None]
+
+
+def run_compile(
+    source: str,
+    out: Path,
+    target: str,
+    arch: str,
+    dtype: str | None,
+    page_size: int,
+    max_rows: int,
+    max_step_tokens: int,
+    max_context_tokens: int,
+    dump: Path | None,
+    progress: str,
+    as_json: bool,
+) -> None:
+    """Compile a model source into an artifact and say what it is."""
+    options = CompileOptions(
+        target=target,
+        architecture=arch,
+        dtype=dtype or "",
+        page_size=page_size,
+        max_rows=max_rows,
+        max_step_tokens=max_step_tokens,
+        max_context_tokens=max_context_tokens,
+        dump=dump,
+    )
+    with Progress(progress) as shown:
+        # Before the long part, so that nobody waits for a result in the wrong place.
+        shown.note(f"output: {out}")
+        with shown.phases() as report:
+            result = compiler.compile_model(source, out, options, report)
+    manifest = result.artifact.manifest
+    if as_json:
+        print_json(
+            {
+                "artifact": str(result.artifact.path),
+                "was_current": result.was_current,
+                "manifest": asdict(manifest),
+            }
+        )
+        return
+    engine = manifest.engine
+    print_table(
+        [
+            ("artifact", f"{result.artifact.path}{' (was current)' if result.was_current else ''}"),
+            ("model", f"{manifest.model_name} ({manifest.model_architecture}, {engine.dtype})"),
+            ("target", f"{manifest.target} {manifest.architecture}".strip()),
+            ("window", f"{engine.max_context_tokens} tokens"),
+            ("batch", f"{engine.max_rows} requests, {engine.max_step_tokens} tokens a step"),
+            ("next", f"treadle generate {result.artifact.path} 'Hello'"),
+        ]
+    )
+
+
+def run_generate(
+    source: str,
+    prompts: Sequence[str],
+    raw: bool,
+    target: str,
+    max_tokens: int | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int | None,
+    stop: Sequence[str],
+    progress: str,
+    as_json: bool,
+) -> None:
+    """Answer prompts; one prompt's answer is streamed, several are printed in their order."""
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop),
+        continues_text=raw,
+    ).validate()
+    with running_engine(source, target, progress) as (runner, engine):
+        requests = [_encode(engine.tokenizer, text, raw) for text in texts]
+        if len(texts) == 1 and not as_json:
+            runner.run(_stream(engine, requests[0], params))
+            return
+        answers = runner.run(_collect_all(engine, requests, params))
+    for number, (text, answer) in enumerate(zip(texts, answers, strict=True), start=1):
+        if as_json:
+            record = {"prompt": text, "text": answer.text, "finish_reason": answer.finish_reason}
+            print(json.dumps(record | {"usage": asdict(answer.usage)}, ensure_ascii=False))
+        else:
+            print(f"--- {number} of {len(texts)}: {text}\n{answer.text}\n")
+
+
+def run_chat(
+    source: str,
+    system: str,
+    target: str,
+    max_tokens: int | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int | None,
+    stop: Sequence[str],
+    progress: str,
+) -> None:
+    """Talk with the model until the input ends."""
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop),
+    ).validate()
+    with running_engine(source, target, progress) as (runner, engine):
+        Chat(engine, runner, params, system).converse()
+
+
+def run_demo(prompt: str, max_tokens: int, target: str, progress: str) -> None:
+    """Fetch a small model, compile it and let it answer: the whole way, on this machine."""
+    with Progress(progress) as shown:
+        model = demo_model.fetch(shown)
+        options = CompileOptions(target=target)
+        out = compiler.cached_artifact_path(model, options)
+        with shown.phases() as report:
+            result = compiler.compile_model(model, out, options, report)
+    manifest = result.artifact.manifest
+    print_table(
+        [
+            ("model", f"{demo_model.NAME}, {model}"),
+            ("artifact", str(result.artifact.path)),
+            ("target", f"{manifest.target} {manifest.gpu}".strip()),
+            ("prompt", prompt),
+        ]
+    )
+    print()
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    with running_engine(str(out), "auto", progress) as (runner, engine):
+        runner.run(_stream(engine, _encode(engine.tokenizer, prompt, raw=False), params))
+    print(f"\nTalk with it: treadle chat {result.artifact.path}")
+
+
+def run_show(
+    source: str, step: str, fused: bool, few_tokens: bool, weights: bool, plan: bool, kernel: str
+) -> None:
+    """Print one view of a model or an artifact."""
+    if plan or kernel:
+        artifact = _open_artifact_for(source, "--plan" if plan else "--kernel")
+        if kernel:
+            print(_kernel_text(artifact, kernel), end="")
+        else:
+            programs = artifact.json("plan.json")["programs"]
+            rows = [
+                (p["step"], str(p["bucket"]), p["form"], str(len(p["launches"]))) for p in programs
+            ]
+            print_table([("step", "up to", "form", "launches"), *rows])
+        return
+    compilation = _build(source)
+    graph = compilation.authored[step]
+    if fused or few_tokens:
+        graph = compilation.fused[_form(step, few_tokens)]
+    if weights:
+        print("\n".join(print_weight(weight) for weight in graph.weights))
+    else:
+        print(print_graph(graph), end="")
+
+
+def run_explain(source: str, step: str, few_tokens: bool, op: str) -> None:
+    """Print what became of the authored ops: the fused op of each, and each refusal on the way."""
+    compilation = _build(source)
+    form = _form(step, few_tokens)
+    authored, fused = compilation.authored[step], compilation.fused[form]
+    refusals = [
+        refusal
+        for record in compilation.passes[form]
+        for refusal in record.refusals
+        if not op or op in (refusal.op, *_origins_of(fused, refusal.op))
+    ]
+    if op:
+        print(_explain_op(authored, fused, op))
+    else:
+        kinds: dict[str, int] = {}
+        for each in fused.ops:
+            name = each.params.kernel if each.body else each.kind
+            kinds[name] = kinds.get(name, 0) + 1
+        print(f"{len(authored.ops)} authored ops became {len(fused.ops)}:")
+        print_table([(f"{count} ×", name) for name, count in kinds.items()])
+    print("\nNot fused, and why:" if refusals else "\nNo fusion was refused.")
+    for refusal in refusals:
+        print(f"  {refusal}")
+
+
+@contextmanager
+def running_engine(
+    source: str, target: str, progress: str
+) -> Iterator[tuple[asyncio.Runner, Engine]]:
+    """Start an engine for an artifact or a model source, and give it with its event loop's runner.
+
+    The engine is closed at the end. Raises: see `artifact_of` and `load_model`.
+    """
+    path = artifact_of(source, target, progress)
+    engine = make_engine(path, ServeOptions(), progress)
+    with asyncio.Runner() as runner:
+        runner.run(engine.start())
+        try:
+            yield runner, engine
+        finally:
+            runner.run(engine.close())
+
+
+def make_engine(
+    path: Path,
+    options: ServeOptions,
+    progress: str,
+    on_loaded: Callable[[LoadedModel], None] = lambda model: None,
+) -> Engine:
+    """Give an engine that will load the artifact when started, and show its progress."""
+
+    def load(set_phase: Report) -> LoadedModel:
+        with Progress(progress) as shown, shown.phases() as report:
+
+            def tell(phase: str) -> None:
+                set_phase(phase)
+                report(phase)
+
+            model = load_model(path, options, tell)
+        on_loaded(model)
+        return model
+
+    return Engine(artifacts.read_manifest(path).model_name, load)
+
+
+def artifact_of(source: str, target: str, progress: str) -> Path:
+    """Give the artifact's path; a model source is first compiled into the cache.
+
+    Raises: ConfigError: an artifact of another target than the one asked for.
+    """
+    path = Path(source)
+    if artifacts.is_artifact(path):
+        made_for = artifacts.read_manifest(path).target
+        if target not in ("auto", made_for):
+            raise ConfigError(
+                f"--target {target} was asked for, and the artifact {path} is for `{made_for}`.",
+                remedy=f"Leave --target out, or compile the model with --target {target}.",
+            )
+        return path
+    options = CompileOptions(target=target)
+    out = compiler.cached_artifact_path(source, options)
+    with Progress(progress) as shown, shown.phases() as report:
+        return compiler.compile_model(source, out, options, report).artifact.path
+
+
+def _open_artifact_for(source: str, option: str) -> artifacts.Artifact:
+    if not artifacts.is_artifact(Path(source)):
+        raise ArtifactError(
+            f"{option} shows what was compiled, and `{source}` is not an artifact.",
+            remedy=f"Make one: treadle compile {source} -o ARTIFACT",
+        )
+    return artifacts.open_artifact(Path(source))
+
+
+def _kernel_text(artifact: artifacts.Artifact, name: str) -> str:
+    prefix = "kernels/"
+    names = [file.removeprefix(prefix) for file in artifact.manifest.files if prefix in file]
+    wanted = name if name.endswith(".py") else f"{name}.py"
+    if wanted not in names:
+        known = ", ".join(sorted(text.removesuffix(".py") for text in names))
+        raise ArtifactError(
+            f"{artifact.path} has no kernel `{name}`.",
+            remedy=f"It has {known}." if known else "It has none: its target needs none.",
+        )
+    return artifact.text(prefix + wanted)
+
+
+def _build(source: str) -> Compilation:
+    """Build the graphs of a model source, or those of the model that an artifact was made from."""
+    options = CompileOptions()
+    path = Path(source)
+    if artifacts.is_artifact(path):
+        manifest = artifacts.read_manifest(path)
+        config = from_hf(open_checkpoint(manifest.model_path).config)
+        return compiler.build(config, manifest.engine)
+    config = from_hf(open_checkpoint(source).config)
+    return compiler.build(config, compiler.engine_config(config, options))
+
+
+def _form(step: str, few_tokens: bool) -> str:
+    form = f"{step}.few" if few_tokens else step
+    if form not in compiler.FORMS:
+        raise ConfigError(
+            f"The step `{step}` has no form for few tokens.", remedy="Use --step decode."
+        )
+    return form
+
+
+def _explain_op(authored: Graph, fused: Graph, name: str) -> str:
+    found = [op for op in authored.ops if name in (op.name, *op.outputs)]
+    if not found:
+        raise SpecError(
+            f"No op makes a value `{name}` in this step.",
+            remedy="`treadle show MODEL` lists them.",
+        )
+    lines = [f"authored at {found[0].where}:", *print_op(found[0], authored, "  ")]
+    for op in fused.ops:
+        if name in (op.name, *op.outputs, *op.origin, *_origins(op)):
+            lines += ["", "became:", *print_op(op, fused, "  ")]
+    return "\n".join(lines)
+
+
+def _origins(op: Op) -> tuple[str, ...]:
+    return tuple(name for inner in op.body for name in (inner.name, *inner.outputs, *inner.origin))
+
+
+def _origins_of(graph: Graph, name: str) -> tuple[str, ...]:
+    return next((_origins(op) for op in graph.ops if op.name == name), ())
+
+
+def _encode(tokenizer: Tokenizer, text: str, raw: bool) -> list[int]:
+    if raw or not tokenizer.has_chat_template:
+        return tokenizer.encode(text)
+    return tokenizer.encode_chat([{"role": "user", "content": text}])
+
+
+async def _stream(engine: Engine, prompt_ids: list[int], params: SamplingParams) -> None:
+    params = fit_to_window(params, len(prompt_ids), engine.max_model_len)
+    generation = engine.submit(prompt_ids, params)
+    started_s = time.perf_counter()
+    first_s = started_s
+    last: Delta | None = None
+    async for delta in generation:
+        if last is None:
+            first_s = time.perf_counter()
+        print(delta.text, end="", flush=True)
+        last = delta
+    print()
+    if last is not None:
+        print(describe_speed(last, started_s, first_s, time.perf_counter()), file=sys.stderr)
+
+
+async def _collect_all(
+    engine: Engine, requests: Sequence[list[int]], params: SamplingParams
+) -> list[Delta]:
+    generations = [
+        engine.submit(ids, fit_to_window(params.for_choice(number), len(ids), engine.max_model_len))
+        for number, ids in enumerate(requests)
+    ]
+    return list(await asyncio.gather(*(collect(generation) for generation in generations)))
+
+
+def describe_speed(last: Delta, started_s: float, first_s: float, ended_s: float) -> str:
+    """Say how long an answer took, for a person."""
+    usage, after_first_s = last.usage, ended_s - first_s
+    text = f"[{usage.prompt_tokens} + {usage.completion_tokens} tokens, first after "
+    text += f"{first_s - started_s:.2f} s"
+    if usage.completion_tokens > 1 and after_first_s > 0:
+        text += f", then {(usage.completion_tokens - 1) / after_first_s:.1f} tokens/s"
+    return text + f", ended by {last.finish_reason}]"

@@ -1,0 +1,131 @@
+"""How modules load: each one alone, the lower layers without torch, the command line without weight.
+
+In fresh processes throughout: what this test process has imported must not hide anything.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+
+HEAVY = ["torch", "triton", "transformers", "numpy", "aiohttp"]
+
+# One process imports the libraries once and forks per module, so that each module starts from
+# nothing of ours; a fresh interpreter for each would take minutes.
+IMPORT_EACH_ALONE = """
+import importlib, json, os, sys, traceback
+import aiohttp, numpy, torch, transformers, triton, triton.language
+failures = {}
+for module in sys.argv[1:]:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        text = ""
+        try:
+            importlib.import_module(module)
+        except BaseException:
+            text = traceback.format_exc()
+        os.write(writer, text[-4000:].encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as stream:
+        text = stream.read()
+    _, status = os.waitpid(child, 0)
+    if text or status:
+        failures[module] = text or f"the import ended the process, status {status}"
+print(json.dumps(failures))
+"""
+
+
+def modules_of(*folders: str) -> list[str]:
+    return [
+        "treadle." + path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if "templates" not in path.parts
+    ]
+
+
+def test_each_module_imports_alone(run_python: RunPython) -> None:
+    modules = [*modules_of("kernels", "models", "runtime", "server", "bench"), "treadle.cli"]
+    # The interpreter, as in the rest of the tests: without it some modules want a GPU's driver.
+    done = run_python("-c", IMPORT_EACH_ALONE, *modules, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    failures = json.loads(done.stdout.splitlines()[-1])
+    assert not failures, "\n".join(f"{module}:\n{text}" for module, text in failures.items())
+
+
+@pytest.mark.parametrize("module", modules_of("ir", "models"))
+def test_it_needs_the_standard_library_only(run_python: RunPython, module: str) -> None:
+    # `-S` leaves site-packages out: nothing that is installed can be imported.
+    done = run_python("-S", "-c", f"import {module}, sys; assert 'torch' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_line_imports_nothing_heavy(run_python: RunPython) -> None:
+    code = f"import treadle.cli, sys; print([name for name in {HEAVY} if name in sys.modules])"
+    done = run_python("-c", code)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+# Says which `kernels` an import would find: the library of that name must win over our folder.
+FIND_KERNELS = """
+import importlib.util
+spec = importlib.util.find_spec("kernels")
+print(None if spec is None else spec.origin or list(spec.submodule_search_locations))
+"""
+
+
+def is_not_ours(found: str) -> bool:
+    return found.strip() == "None" or str(ROOT / "kernels") not in found
+
+
+def test_kernels_is_not_ours_after_importing_the_command_line(run_python: RunPython) -> None:
+    done = run_python("-c", "import treadle.cli" + FIND_KERNELS, cwd=ROOT.parent)
+    assert done.returncode == 0, done.stderr
+    assert is_not_ours(done.stdout)
+
+
+@pytest.mark.parametrize("safe_path", [None, "1"])
+def test_kernels_is_not_ours_when_the_file_is_run(
+    run_python: RunPython, safe_path: str | None
+) -> None:
+    # As `python cli.py` does, from the root, with the root on the path and nothing installed.
+    code = f"import runpy; runpy.run_path({str(ROOT / 'cli.py')!r}, run_name='__mp_main__')"
+    done = run_python(
+        "-c", code + FIND_KERNELS, cwd=ROOT, PYTHONPATH=str(ROOT), PYTHONSAFEPATH=safe_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert is_not_ours(done.stdout)
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_the_file_runs_from_any_folder_without_installation(
+    run_python: RunPython, tmp_path: Path, link: bool
+) -> None:
+    script = ROOT / (".import/treadle/cli.py" if link else "cli.py")
+    done = run_python(str(script), "--version", cwd=tmp_path, PYTHONPATH=None)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("treadle ")
+
+
+def test_a_spawned_child_imports_the_project(run_python: RunPython, tmp_path: Path) -> None:
+    # multiprocessing's spawn runs the parent's main file again under another name.
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import multiprocessing, runpy, sys\n"
+        f"runpy.run_path({str(ROOT / 'cli.py')!r}, run_name='__mp_main__')\n"
+        "from treadle.ir import dims\n"
+        "if __name__ == '__main__':\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        print(pool.apply(str, (dims.Sym('T'),)))\n"
+    )
+    done = run_python(str(script), cwd=ROOT, PYTHONPATH=str(ROOT))
+    assert (done.returncode, done.stdout) == (0, "T\n"), done.stderr
