@@ -144,7 +144,7 @@ def compile_model(
             (folder / "graph" / f"{step}.authored.ir").write_text(print_graph(graph))
         for form, graph in compilation.fused.items():
             (folder / "graph" / f"{form}.ir").write_text(print_graph(graph))
-        plan = planner.plan_programs(compilation.fused, engine, manifest.architecture, report)
+        plan = planner.plan_programs(compilation.fused, engine, report)
         plan.write(folder)
         artifacts.finish_manifest(folder, manifest)
     return CompileResult(artifacts.open_artifact(out), was_current=False)
@@ -177,14 +177,17 @@ def _manifest(
         gpu=gpu,
         model_path=str(checkpoint.path.resolve()),
         model_kind=checkpoint.kind,
-        model_name=checkpoint.path.resolve().stem if checkpoint.kind == "gguf"
+        model_name=checkpoint.path.resolve().stem
+        if checkpoint.kind == "gguf"
         else checkpoint.path.resolve().name,
         model_architecture=config.architecture,
         model_fingerprint=checkpoint.fingerprint(),
         engine=engine,
     )
     parts: dict[str, Any] = {
-        name: str(getattr(manifest, name)) for name in manifest.__dataclass_fields__ if name != "key"
+        name: str(getattr(manifest, name))
+        for name in manifest.__dataclass_fields__
+        if name != "key"
     }
     parts["source"] = source_fingerprint()
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -22,11 +22,12 @@ from treadle.runtime.config import EngineConfig
 from treadle.runtime.engine import LoadedModel
 from treadle.runtime.executor import Executor, Program
 from treadle.runtime.pages import PagePool
-from treadle.runtime.planner import PLAN
-from treadle.runtime.reference_program import ReferenceProgram
+from treadle.runtime.planner import PLAN, Plan, bucket_dims, read_plan
+from treadle.runtime.reference_program import ReferenceProgram, pack_weights
 from treadle.runtime.scheduler import Scheduler
 from treadle.runtime.state import DeviceState, allocate_state, cache_values, page_bytes
 from treadle.runtime.tokenizer import Tokenizer
+from treadle.runtime.triton_program import TritonProgram, allocate_workspace, capture_decode
 from treadle.runtime.weights import load_weights
 
 CPU_POOL_BYTES = 2 * 2**30
@@ -89,8 +90,8 @@ def load_model(
     timer.begin("loading the tokenizer")
     tokenizer = Tokenizer.from_source(checkpoint)
     timer.begin("loading weights")
-    programs = artifact.json(PLAN)["programs"]
-    forms = {program["form"] for program in programs}
+    plan = read_plan(artifact.json(PLAN))
+    forms = dict.fromkeys(program.form for program in plan.programs)
     graphs = {form: parse_graph(artifact.text(f"graph/{form}.ir")) for form in forms}
     any_graph = next(iter(graphs.values()))
     weights = load_weights(
@@ -102,7 +103,7 @@ def load_model(
     timer.begin("allocating the KV cache")
     num_pages = decide_pages(any_graph, config, options, device)
     state = allocate_state(cache_values(any_graph), config, num_pages, device)
-    executor = _build_executor(artifact, programs, graphs, state, weights, timer)
+    executor, workspace_bytes = _build_executor(artifact, plan, graphs, state, weights, timer)
     scheduler = Scheduler(
         PagePool(num_pages, config.page_size, prefix_cache=options.prefix_cache),
         max_rows=config.max_rows,
@@ -118,6 +119,7 @@ def load_model(
         "target": f"{config.target} {manifest.gpu or manifest.architecture}".strip(),
         "window": f"{config.max_context_tokens} tokens",
         "weights": f"{weight_bytes / 2**20:.0f} MiB",
+        "workspace": f"{(workspace_bytes + state.num_bytes) / 2**20:.0f} MiB",
         "KV cache": f"{state.cache_bytes / 2**20:.0f} MiB = {num_pages} pages of {config.page_size} "
         f"tokens, {num_pages // config.pages_per_row} requests of the full window",
         "largest batch": f"{config.max_rows} requests, {config.max_step_tokens} tokens a step",
@@ -175,20 +177,44 @@ def decide_pages(
 
 def _build_executor(
     artifact: Artifact,
-    programs: list[Mapping[str, object]],
+    plan: Plan,
     graphs: Mapping[str, Graph],
     state: DeviceState,
     weights: Mapping[str, torch.Tensor],
     timer: _PhaseTimer,
-) -> Executor:
-    timer.begin("preparing programs")
+) -> tuple[Executor, int]:
+    """Build every program; give the executor and the bytes of the workspace."""
+    config = artifact.manifest.engine
     built: dict[str, dict[int, Program]] = {"decode": {}, "mixed": {}}
-    for program in programs:
-        graph = graphs[str(program["form"])]
-        built[str(program["step"])][int(str(program["bucket"]))] = ReferenceProgram(
-            graph, state, weights
+    if config.target == "reference":
+        timer.begin("packing weights")
+        packed = pack_weights(next(iter(graphs.values())), weights)
+        for program in plan.programs:
+            built[program.step][program.bucket] = ReferenceProgram(
+                graphs[program.form], state, weights, packed
+            )
+        return Executor(state, built["decode"], built["mixed"]), 0
+    timer.begin("loading kernels")
+    workspace = allocate_workspace(plan, state.packed.device)
+    kernels = artifact.path / "kernels"
+    programs = {
+        (program.step, program.bucket): TritonProgram(
+            program,
+            graphs[program.form],
+            kernels,
+            state,
+            weights,
+            workspace,
+            bucket_dims(config, program.step, program.bucket),
         )
-    return Executor(state, built["decode"], built["mixed"])
+        for program in plan.programs
+    }
+    for (step, bucket), program in programs.items():
+        built[step][bucket] = program
+    if config.target == "cuda":
+        timer.begin("capturing CUDA graphs")
+        built["decode"] = dict(capture_decode(built["decode"]))
+    return Executor(state, built["decode"], built["mixed"]), workspace.num_bytes
 
 
 class _PhaseTimer:

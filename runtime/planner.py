@@ -11,47 +11,98 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treadle.ir.graph import Graph
+from treadle.ir.graph import Graph, Op, fingerprint
+from treadle.ir.memory import plan_buffers
+from treadle.kernels.lower import Candidate, Situation, lower
+from treadle.kernels.schedule import GEMV_ROWS
 from treadle.runtime.config import EngineConfig, decode_buckets, mixed_buckets
+from treadle.runtime.state import state_dims
 
 PLAN = "plan.json"
-FEW_TOKENS = 4  # decode steps of up to so many sequences use the form with norms folded in
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Plan one launch: the op it computes, the kernel's module and what its `launch` takes."""
+
+    op: str
+    kernel: str
+    arguments: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class ProgramPlan:
-    """Plan one program: the step it plays, its bucket (sequences or tokens) and the graph's form."""
+    """Plan one program: the step it plays, its bucket (sequences or tokens) and the graph's form.
+
+    `offsets` place the step's values in an arena of `arena_bytes`, shared by all programs.
+    """
 
     step: str
     bucket: int
     form: str
-    launches: tuple[dict[str, Any], ...] = ()
+    launches: tuple[LaunchPlan, ...] = ()
+    offsets: Mapping[str, int] = field(default_factory=dict)
+    arena_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan all programs of an engine. `modules` are the kernels' texts by file name."""
+    """Plan all programs. `modules` are the kernels' texts by name; `scratch` gives (dtype, elements)."""
 
     programs: tuple[ProgramPlan, ...]
+    scratch: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write plan and kernels into an artifact's folder."""
-        programs = [asdict(program) for program in self.programs]
-        (folder / PLAN).write_text(json.dumps({"programs": programs}, indent=1) + "\n")
+        data = {
+            "scratch": {name: list(size) for name, size in self.scratch.items()},
+            "programs": [asdict(program) for program in self.programs],
+        }
+        (folder / PLAN).write_text(json.dumps(data, indent=1) + "\n")
         if self.modules:
-            (folder / "kernels").mkdir()
+            (folder / "kernels").mkdir(exist_ok=True)
         for name, text in self.modules.items():
-            (folder / "kernels" / name).write_text(text)
+            (folder / "kernels" / f"{name}.py").write_text(text)
+
+
+def read_plan(data: Mapping[str, Any]) -> Plan:
+    """Read what `Plan.write` wrote, without the modules."""
+    programs = tuple(
+        ProgramPlan(
+            **{
+                **program,
+                "launches": tuple(
+                    LaunchPlan(**launch) for launch in program["launches"]
+                ),
+            }
+        )
+        for program in data["programs"]
+    )
+    scratch = {name: (dtype, elements) for name, (dtype, elements) in data["scratch"].items()}
+    return Plan(programs, scratch)
+
+
+Choose = Callable[[Op, Graph, Situation, tuple[Candidate, ...]], Candidate]
+
+
+def first_candidate(
+    op: Op, graph: Graph, where: Situation, candidates: tuple[Candidate, ...]
+) -> Candidate:
+    """Choose the default: what is used where nothing was tuned."""
+    return candidates[0]
 
 
 def plan_programs(
     graphs: Mapping[str, Graph],
     engine: EngineConfig,
-    architecture: str,
-    report: Callable[[str], None],
+    report: Callable[[str], None] = lambda phase: None,
+    choose: Choose = first_candidate,
 ) -> Plan:
-    """Plan a program per bucket; lower and emit kernels unless the target is `reference`."""
+    """Plan a program per bucket; lower and emit kernels unless the target is `reference`.
+
+    Raises: LoweringError: an op that no template covers.
+    """
     if engine.target == "reference":
         return Plan(
             (
@@ -59,4 +110,50 @@ def plan_programs(
                 ProgramPlan("mixed", engine.max_step_tokens, "mixed"),
             )
         )
-    raise NotImplementedError((graphs, architecture, report, decode_buckets, mixed_buckets))
+    planner = _Planner(engine, choose)
+    programs = []
+    for rows in decode_buckets(engine.max_rows):
+        form = "decode.few" if rows <= GEMV_ROWS else "decode"
+        report(f"planning the decode step of {rows} sequences")
+        programs.append(planner.plan("decode", rows, form, graphs[form]))
+    for tokens in mixed_buckets(engine.max_step_tokens):
+        report(f"planning the mixed step of {tokens} tokens")
+        programs.append(planner.plan("mixed", tokens, "mixed", graphs["mixed"]))
+    return Plan(tuple(programs), planner.scratch, planner.modules)
+
+
+class _Planner:
+    """Collect modules and scratch over all programs."""
+
+    def __init__(self, engine: EngineConfig, choose: Choose) -> None:
+        self.engine = engine
+        self.choose = choose
+        self.modules: dict[str, str] = {}
+        self.scratch: dict[str, tuple[str, int]] = {}
+
+    def plan(self, step: str, bucket: int, form: str, graph: Graph) -> ProgramPlan:
+        dims = bucket_dims(self.engine, step, bucket)
+        where = Situation(dims, step, self.engine.target)
+        launches = []
+        for op in graph.ops:
+            candidate = self.choose(op, graph, where, lower(op, graph, where))
+            text = candidate.emit()
+            name = f"{candidate.name}.{fingerprint(text)}"
+            self.modules[name] = text
+            for scratch in candidate.scratch:
+                dtype, elements = self.scratch.get(scratch.name, (scratch.dtype, 0))
+                assert dtype == scratch.dtype, f"scratch `{scratch.name}` has two dtypes"
+                self.scratch[scratch.name] = (dtype, max(elements, scratch.elements))
+            launches.append(LaunchPlan(op.name, name, candidate.arguments))
+        buffers = plan_buffers(graph, dims)
+        return ProgramPlan(
+            step, bucket, form, tuple(launches), buffers.offsets, buffers.total_bytes
+        )
+
+
+def bucket_dims(engine: EngineConfig, step: str, bucket: int) -> dict[str, int]:
+    """Give the largest dims of a step of this bucket."""
+    dims = state_dims(engine, num_pages=max(engine.num_pages, 1))
+    if step == "decode":
+        return {**dims, "T": bucket, "B": bucket}
+    return {**dims, "T": bucket, "B": min(engine.max_rows, bucket)}

@@ -1,0 +1,54 @@
+"""What an op must compute and move: the floor of its time. Reads the registry's formulas.
+
+Called by kernel headers, the tuner and the reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from treadle.ir import ops
+from treadle.ir.graph import Graph, Op
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Count the operations and the bytes that must cross memory at least once."""
+
+    flops: int
+    bytes: int
+
+    def floor_us(self, flops_per_s: float, bytes_per_s: float) -> float:
+        """Give the time that no kernel can beat, in microseconds."""
+        return 1e6 * max(self.flops / flops_per_s, self.bytes / bytes_per_s)
+
+
+def op_cost(op: Op, graph: Graph, dims: Mapping[str, int]) -> Cost:
+    """Give the cost of a plain or fused op in a step with these dims.
+
+    A fused op moves its own operands and results; what stays inside its body moves nothing.
+    """
+    if not op.body:
+        return _plain_cost(op, graph, dims)
+    flops = sum(_plain_cost(inner, graph, dims).flops for inner in op.body)
+    # State is touched in part only; the op that touches it knows how much.
+    stateful = [inner for inner in op.body if ops.lookup(inner.kind).mutates]
+    touched = sum(_plain_cost(inner, graph, dims).bytes // 2 for inner in stateful)
+    per_token = {**dims, "C": dims["T"]}  # of a table over positions a row per token is read
+    moved = sum(
+        graph.type_of(name).num_bytes(per_token)
+        for name in (*op.inputs, *op.outputs)
+        if not graph.type_of(name).layout and name != "block_table"
+    )
+    return Cost(flops, moved + touched)
+
+
+def _plain_cost(op: Op, graph: Graph, dims: Mapping[str, int]) -> Cost:
+    definition = ops.lookup(op.kind)
+    inputs = tuple(map(graph.type_of, op.inputs))
+    outputs = tuple(map(graph.type_of, op.outputs))
+    return Cost(
+        definition.flops(op.params, inputs, outputs, dims),
+        definition.bytes(op.params, inputs, outputs, dims),
+    )

@@ -1,0 +1,345 @@
+"""Fused op → the kernels that may compute it: template, facts, schedule, hooks, arguments.
+
+The first candidate is the default; the tuner chooses among all. Refuses, with the reason, what no
+template covers. Called by the runtime's planner and by `verify`; must not know tensors or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from treadle.ir import ops
+from treadle.ir.cost import op_cost
+from treadle.ir.errors import LoweringError
+from treadle.ir.graph import Graph, Op
+from treadle.ir.types import DTYPE_BYTES
+from treadle.kernels.emit import Fact, Header, Hooks, emit_module, read_template
+from treadle.kernels.epilogue import lower_linear
+from treadle.kernels.schedule import (
+    Schedule,
+    Sizes,
+    attention_decode_schedules,
+    attention_prefill_schedules,
+    embed_schedules,
+    matmul_choices,
+    norm_schedules,
+    rope_kv_write_schedules,
+    sample_schedules,
+    step_schedules,
+)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Ask for memory that outlives the kernel: `elements` of `dtype`, zero before the first launch."""
+
+    name: str
+    dtype: str
+    elements: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute an op.
+
+    `arguments` give each parameter of `launch`: `value:NAME` (a tensor by its graph name, weights
+    with `@`), `keys:CACHE`, `values:CACHE`, `scratch:NAME`, `none:`, `size:T` or `size:B`.
+    """
+
+    name: str
+    template: str
+    shape: Mapping[str, Fact]
+    schedule: Schedule
+    arguments: Mapping[str, str]
+    scratch: tuple[Scratch, ...] = ()
+    hooks: Hooks = field(default_factory=dict)
+    operands: tuple[str, ...] = ()
+    header: Header = field(default_factory=lambda: Header(""))
+
+    def emit(self) -> str:
+        """Write the kernel's module; equal candidates give equal text."""
+        return emit_module(
+            read_template(self.template),
+            name=self.name,
+            shape=self.shape,
+            schedule=self.schedule,
+            header=self.header,
+            hooks=self.hooks,
+            operands=self.operands,
+        )
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Say where a kernel will run: the largest dims of its bucket, the step and the target."""
+
+    dims: Mapping[str, int]
+    step: str
+    target: str
+
+
+def lower(op: Op, graph: Graph, where: Situation) -> tuple[Candidate, ...]:
+    """Give the candidates for an op of a fused graph, the default first.
+
+    Raises: LoweringError: no template covers it; the message names what stands in the way.
+    """
+    kinds = tuple(inner.kind for inner in op.body or (op,))
+    anchor = next((k for k in kinds if ops.lookup(k).role == "anchor"), kinds[-1])
+    if anchor not in _LOWERINGS:
+        raise LoweringError(
+            f"No template covers `{op.name}`, a {anchor}.",
+            remedy=f"Templates exist for {', '.join(sorted(_LOWERINGS))}.",
+        )
+    header = _header(op, graph)
+    candidates = tuple(
+        replace(candidate, header=header) for candidate in _LOWERINGS[anchor](op, graph, where)
+    )
+    if not candidates:
+        raise LoweringError(f"No schedule fits `{op.name}`, a {anchor}, in {dict(where.dims)}.")
+    return candidates
+
+
+def _kernel_name(op: Op) -> str:
+    return op.params.kernel if op.body else op.kind
+
+
+def _plain(name: str) -> str:
+    """Drop scopes and layer numbers of a name: kernels are shared by all layers."""
+    sigil = "@" if name.startswith("@") else ""
+    return sigil + [part for part in name.removeprefix("@").split(".") if not part.isdigit()][-1]
+
+
+def _header(op: Op, graph: Graph) -> Header:
+    covers = []
+    for inner in op.body or (op,):
+        results = ", ".join(f"{_plain(n)}: {graph.types[n]}" for n in inner.outputs)
+        params = ops.describe(inner.params)
+        call = f"{inner.kind}({', '.join(map(_plain, inner.inputs))}{'; ' if params else ''}{params})"
+        covers.append(f"{results} = {call}" if results else call)
+    return Header(_summary(op), tuple(covers), _cost_facts(op, graph))
+
+
+def _summary(op: Op) -> str:
+    first = [
+        ops.lookup(inner.kind).doc.partition("\n")[0].removesuffix(".")
+        for inner in op.body or (op,)
+        if ops.lookup(inner.kind).role != "view"
+    ]
+    joined = "; then ".join(dict.fromkeys(first))
+    return joined[0].lower() + joined[1:] + "."
+
+
+def _cost_facts(op: Op, graph: Graph) -> tuple[str, ...]:
+    def cost(tokens: int) -> tuple[int, int]:
+        dims = {"T": tokens, "B": tokens, "C": 0, "R": 0, "M": 0, "P": 0}
+        found = op_cost(op, graph, dims)
+        return found.flops, found.bytes
+
+    fixed, each = cost(0), cost(1)
+    facts = (
+        f"Must move {fixed[1]:,} bytes and {each[1] - fixed[1]:,} per token; must compute "
+        f"{each[0] - fixed[0]:,} operations per token.",
+    )
+    if any(inner.kind == "attention" for inner in op.body or (op,)):
+        return (*facts, "Keys and values come on top: their bytes and operations per context token.")
+    return facts
+
+
+# --- linears ------------------------------------------------------------------------------------
+
+
+def _lower_linear(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    body = op.body or (op,)
+    linear = next(inner for inner in body if inner.kind == "linear")
+    weight = graph.type_of(linear.inputs[1])
+    leading = graph.type_of(linear.inputs[0]).shape[0]
+    size = leading.name if not isinstance(leading, int) else ""
+    has_norm = any(inner.kind == "rms_norm" for inner in body)
+    glu = next((inner for inner in body if inner.kind == "glu"), None)
+    sizes = Sizes(
+        rows=where.dims[size],
+        num_features=int(weight.shape[0]),  # type: ignore[arg-type]
+        num_inputs=int(weight.shape[1]),  # type: ignore[arg-type]
+        feature_multiple=2 * glu.params.interleave if glu else 1,
+        element_bytes=DTYPE_BYTES[weight.dtype],
+    )
+    for template, schedule in matmul_choices(sizes, where.target):
+        if has_norm and template != "gemv":
+            continue
+        fused = lower_linear(template, op, graph.types)
+        yield Candidate(
+            name=_kernel_name(op),
+            template=template,
+            shape=fused.shape,
+            schedule=schedule,
+            arguments={
+                **_values(("x", "w", *fused.operands), fused.inputs),
+                "y": f"value:{op.outputs[0]}",
+                "num_tokens": f"size:{size}",
+            },
+            hooks=fused.hooks,
+            operands=fused.operands,
+        )
+
+
+# --- attention ----------------------------------------------------------------------------------
+
+
+def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    q, cache, block_table, seq_rows, query_start, context_lens = op.inputs
+    params = op.params
+    shape: dict[str, Fact] = {
+        "NUM_HEADS": params.num_heads,
+        "NUM_KV_HEADS": params.num_kv_heads,
+        "HEAD_DIM": params.head_dim,
+        "PAGE_SIZE": _page_size(graph, cache),
+        "SCALE": params.scale,
+    }
+    shared = {
+        **_values(
+            ("q", "block_table", "seq_rows", "context_lens", "out"),
+            (q, block_table, seq_rows, context_lens, op.outputs[0]),
+        ),
+        **_cache(cache),
+        "num_seqs": "size:B",
+    }
+    if where.step != "decode":
+        arguments = {**shared, "query_start": f"value:{query_start}", "num_tokens": "size:T"}
+        for schedule in attention_prefill_schedules(shape, where.dims, where.target):
+            yield Candidate("attention_prefill", "attention_prefill", shape, schedule, arguments)
+        return
+    rows = where.dims["B"]
+    for schedule in attention_decode_schedules(shape, where.dims, where.target):
+        partials = rows * params.num_heads * int(schedule["MAX_SPLITS"])
+        scratch = (
+            Scratch("partial_out", "f32", partials * params.head_dim),
+            Scratch("partial_lse", "f32", partials),
+            Scratch("counters", "i32", rows * params.num_kv_heads),
+        )
+        arguments = {**shared, **{each.name: f"scratch:{each.name}" for each in scratch}}
+        yield Candidate("attention_decode", "attention_decode", shape, schedule, arguments, scratch)
+
+
+def _page_size(graph: Graph, cache: str) -> int:
+    return int(graph.type_of(cache).shape[2])  # type: ignore[arg-type]
+
+
+def _values(parameters: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    return {p: f"value:{name}" for p, name in zip(parameters, names, strict=True)}
+
+
+def _cache(name: str) -> dict[str, str]:
+    return {"k_cache": f"keys:{name}", "v_cache": f"values:{name}"}
+
+
+# --- row ops ------------------------------------------------------------------------------------
+
+
+def _lower_kv_write(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    """Lower split + two ropes + append: one pass over the fused projection."""
+    kinds = [inner.kind for inner in op.body]
+    if kinds != ["split", "rope", "rope", "kv_write"]:
+        raise LoweringError(
+            f"`{op.name}`: the append of k and v is only emitted together with the ropes of q and k "
+            f"that share one projection; found {', '.join(kinds) or op.kind} alone.",
+            remedy="Declare q, k and v as one weight and rope q and k.",
+        )
+    split, rope_q, _, write = op.body
+    _, positions, table = rope_q.inputs
+    _, _, _, token_seq, seq_rows, block_table, cache = write.inputs
+    head_dim = rope_q.params.head_dim
+    shape: dict[str, Fact] = {
+        "NUM_HEADS": split.params.sizes[0] // head_dim,
+        "NUM_KV_HEADS": split.params.sizes[1] // head_dim,
+        "HEAD_DIM": head_dim,
+        "ROTARY_DIM": int(graph.type_of(table).shape[1]),  # type: ignore[arg-type]
+        "PAGE_SIZE": _page_size(graph, cache),
+    }
+    arguments = {
+        **_values(
+            ("qkv", "positions", "cos_sin", "token_seq", "seq_rows", "block_table", "q"),
+            (split.inputs[0], positions, table, token_seq, seq_rows, block_table, op.outputs[0]),
+        ),
+        **_cache(cache),
+        "num_tokens": "size:T",
+    }
+    for schedule in rope_kv_write_schedules(shape, where.target):
+        yield Candidate("rope_kv_write", "rope_kv_write", shape, schedule, arguments)
+
+
+def _lower_norm(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    body = op.body or (op,)
+    norm = body[-1]
+    gather = body[0] if body[0].kind == "gather_rows" else None
+    x = gather.inputs[0] if gather else norm.inputs[0]
+    hidden = int(graph.type_of(x).shape[-1])  # type: ignore[arg-type]
+    shape: dict[str, Fact] = {
+        "HIDDEN": hidden,
+        "EPS": norm.params.eps,
+        "OFFSET": norm.params.offset,
+        "ADD_RESIDUAL": False,
+        "GATHER": gather is not None,
+    }
+    arguments = {
+        **_values(("x", "weight", "y"), (x, norm.inputs[1], op.outputs[0])),
+        "index": f"value:{gather.inputs[1]}" if gather else "none:",
+        "residual": "none:",
+        "stream": "none:",
+        "num_rows": f"size:{_leading(graph, op.outputs[0])}",
+    }
+    for schedule in norm_schedules(hidden, where.target):
+        yield Candidate(_kernel_name(op), "norm", shape, schedule, arguments)
+
+
+def _leading(graph: Graph, name: str) -> str:
+    dim = graph.type_of(name).shape[0]
+    if isinstance(dim, int):
+        raise LoweringError(f"`{name}` has a fixed number of rows, {dim}; expected T or B.")
+    return dim.name
+
+
+def _plain_arguments(op: Op, results: Sequence[str], **sizes: str) -> dict[str, str]:
+    """Give the arguments of a template whose parameters are called like the op's operands."""
+    operands = _values(ops.lookup(op.kind).operands, op.inputs)
+    outputs = _values(results, op.outputs)
+    return {**operands, **outputs, **{name: f"size:{size}" for name, size in sizes.items()}}
+
+
+def _lower_embed(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    hidden = int(graph.type_of(op.inputs[1]).shape[1])  # type: ignore[arg-type]
+    shape: dict[str, Fact] = {"HIDDEN": hidden, "SCALE": op.params.scale}
+    arguments = _plain_arguments(op, ("y",), num_tokens="T")
+    for schedule in embed_schedules(hidden, where.target):
+        yield Candidate("embed", "embed", shape, schedule, arguments)
+
+
+def _lower_sample(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    vocab = int(graph.type_of(op.inputs[0]).shape[1])  # type: ignore[arg-type]
+    arguments = _plain_arguments(op, ("tokens",), num_seqs="B")
+    for schedule in sample_schedules(vocab, where.target):
+        yield Candidate("sample", "sample", {"VOCAB": vocab}, schedule, arguments)
+
+
+def _lower_advance(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    arguments = _plain_arguments(op, ops.lookup("advance").results, num_seqs="B")
+    for schedule in step_schedules("BLOCK_B", where.target):
+        yield Candidate("advance", "step_inputs", {}, schedule, arguments)
+
+
+def _lower_resolve(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    arguments = _plain_arguments(op, ("y",), num_tokens="T")
+    for schedule in step_schedules("BLOCK_T", where.target):
+        yield Candidate("resolve_tokens", "resolve_tokens", {}, schedule, arguments)
+
+
+_LOWERINGS: dict[str, Callable[[Op, Graph, Situation], Iterator[Candidate]]] = {
+    "linear": _lower_linear,
+    "attention": _lower_attention,
+    "kv_write": _lower_kv_write,
+    "rms_norm": _lower_norm,
+    "embed": _lower_embed,
+    "sample": _lower_sample,
+    "advance": _lower_advance,
+    "resolve_tokens": _lower_resolve,
+}

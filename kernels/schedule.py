@@ -1,0 +1,194 @@
+"""How a kernel is cut into programs: the schedules each template may have, the likeliest first.
+
+The first one is used where nothing is tuned; the tuner times them all. Knows sizes and targets, not
+graphs. Called by `lower.py`.
+
+Measured choices cite the H200 unless said otherwise (4.65 TB/s read, 786 TFLOP/s bf16).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+Schedule = dict[str, int | bool]
+
+GEMV_ROWS = 4  # beyond it tensor cores win
+SKINNY_ROWS = 128  # beyond it the tokens are the left operand
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Give the sizes that a schedule depends on: those of a matmul, and the dtype's bytes."""
+
+    rows: int
+    num_features: int
+    num_inputs: int
+    feature_multiple: int = 1
+    element_bytes: int = 2
+
+
+def power_of_two(value: int) -> int:
+    """Give the least power of two that is not below `value`."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def matmul_choices(sizes: Sizes, target: str) -> Iterator[tuple[str, Schedule]]:
+    """Yield (template, schedule) for a linear of these sizes, the best guess first."""
+    if target == "interpret":
+        yield _interpreted_matmul(sizes)
+        return
+    if sizes.rows <= GEMV_ROWS:
+        yield from (("gemv", schedule) for schedule in _gemv(sizes))
+    yield from (("matmul", schedule) for schedule in _matmul(sizes))
+
+
+def _interpreted_matmul(sizes: Sizes) -> tuple[str, Schedule]:
+    # The interpreter pays per program and per tensor op: as few and as large tiles as possible.
+    block_n = max(16, min(power_of_two(sizes.num_features), 512))
+    block_k = max(16, min(power_of_two(sizes.num_inputs), 512))
+    common: Schedule = {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": 4, "num_stages": 1}
+    if sizes.rows <= GEMV_ROWS:
+        return "gemv", {"ROWS": sizes.rows, "USE_PDL": False, **common}
+    return "matmul", {"BLOCK_M": max(16, min(power_of_two(sizes.rows), 64)), "GROUP_M": 1, **common}
+
+
+def _gemv(sizes: Sizes) -> Iterator[Schedule]:
+    """Tall tiles for wide rows: 4 to 32 bytes times 128 to 256 threads in flight per row."""
+    widest = power_of_two(sizes.num_inputs)
+    shapes = [(16, 512, 8), (16, 1024, 8), (16, 256, 4), (32, 512, 8), (8, 1024, 8), (32, 256, 4)]
+    if sizes.num_inputs > 8192:
+        shapes = [(16, 1024, 8), *shapes]
+    if sizes.num_features > 16384:
+        shapes = [(16, 256, 4), *shapes]
+    seen = set()
+    for block_n, block_k, warps in shapes:
+        chosen = (max(block_n, sizes.feature_multiple), min(block_k, widest), warps)
+        if chosen in seen:
+            continue
+        seen.add(chosen)
+        for use_pdl in (True, False):
+            yield {
+                "ROWS": sizes.rows,
+                "BLOCK_N": chosen[0],
+                "BLOCK_K": chosen[1],
+                "USE_PDL": use_pdl,
+                "num_warps": warps,
+                "num_stages": 1,
+            }
+
+
+def _matmul(sizes: Sizes) -> Iterator[Schedule]:
+    if sizes.rows <= 64:
+        shapes = [(64, 64, 64, 4, 4), (64, 64, 128, 4, 3), (64, 128, 64, 4, 4)]
+    else:
+        shapes = [(128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (64, 128, 64, 4, 4)]
+    for block_m, block_n, block_k, warps, stages in shapes:
+        yield {
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
+            "GROUP_M": 8,
+            "num_warps": warps,
+            "num_stages": stages,
+        }
+
+
+# --- attention ----------------------------------------------------------------------------------
+
+NUM_MULTIPROCESSORS = 132  # of an H100 or H200; a guess elsewhere
+
+
+def attention_decode_schedules(
+    shape: Mapping[str, object], dims: Mapping[str, int], target: str
+) -> Iterator[Schedule]:
+    """Yield schedules of decode attention: more splits the fewer sequences fill the GPU."""
+    if target == "interpret":
+        yield _attention_decode(64, 2, 64, 4, 1, use_pdl=False)
+        return
+    programs = dims["B"] * int(str(shape["NUM_KV_HEADS"]))
+    longest = power_of_two(-(-dims["C"] // 128))
+    splits = max(1, min(power_of_two(4 * NUM_MULTIPROCESSORS // programs), longest, 64))
+    if programs <= NUM_MULTIPROCESSORS // 4:
+        shapes = [(64, 4, 3), (32, 1, 5), (64, 2, 5)]
+    else:
+        shapes = [(64, 4, 3), (64, 4, 5), (64, 2, 5)]
+    for block_tokens, warps, stages in shapes:
+        for use_pdl in (True, False):
+            yield _attention_decode(block_tokens, splits, 128, warps, stages, use_pdl=use_pdl)
+
+
+def _attention_decode(
+    block_tokens: int, splits: int, chunk: int, warps: int, stages: int, *, use_pdl: bool
+) -> Schedule:
+    return {
+        "BLOCK_TOKENS": block_tokens,
+        "MAX_SPLITS": splits,
+        "MIN_CHUNK_TOKENS": chunk,
+        "USE_PDL": use_pdl,
+        "num_warps": warps,
+        "num_stages": stages,
+    }
+
+
+def attention_prefill_schedules(
+    shape: Mapping[str, object], dims: Mapping[str, int], target: str
+) -> Iterator[Schedule]:
+    """Yield schedules of prefill attention: query heads of one KV head share each tile of keys."""
+    if target == "interpret":
+        yield _attention_prefill(64, 64, 4, 1, pack_heads=True)
+        return
+    wide = [(128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2)]
+    for block_rows, block_tokens, warps, stages in wide if dims["T"] > 64 else wide[1:]:
+        yield _attention_prefill(block_rows, block_tokens, warps, stages, pack_heads=True)
+
+
+def _attention_prefill(
+    block_rows: int, block_tokens: int, warps: int, stages: int, *, pack_heads: bool
+) -> Schedule:
+    return {
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_TOKENS": block_tokens,
+        "PACK_HEADS": pack_heads,
+        "num_warps": warps,
+        "num_stages": stages,
+    }
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+
+def _row(target: str, warps: int, **blocks: int) -> Iterator[Schedule]:
+    for use_pdl in (False,) if target == "interpret" else (True, False):
+        yield {**blocks, "USE_PDL": use_pdl, "num_warps": warps, "num_stages": 1}
+
+
+def norm_schedules(hidden: int, target: str) -> Iterator[Schedule]:
+    """Yield schedules of a norm: one row a program, in the interpreter many."""
+    block_t = 8 if target == "interpret" else 1
+    yield from _row(target, max(1, min(8, power_of_two(hidden) // 256)), BLOCK_T=block_t)
+
+
+def embed_schedules(hidden: int, target: str) -> Iterator[Schedule]:
+    """Yield schedules of the embedding: one row, or a part of it, a program."""
+    yield from _row(target, 4, BLOCK_E=min(power_of_two(hidden), 1024))
+
+
+def rope_kv_write_schedules(shape: Mapping[str, object], target: str) -> Iterator[Schedule]:
+    """Yield schedules of rope and append: a few heads a program."""
+    heads = int(str(shape["NUM_HEADS"])) + 2 * int(str(shape["NUM_KV_HEADS"]))
+    if target == "interpret":
+        yield from _row(target, 1, BLOCK_HEADS=power_of_two(heads))
+        return
+    for block_heads in (4, 8, 2):
+        yield from _row(target, 1, BLOCK_HEADS=block_heads)
+
+
+def sample_schedules(vocab: int, target: str) -> Iterator[Schedule]:
+    """Yield schedules of sampling: one program a sequence, large blocks of the vocabulary."""
+    yield from _row(target, 16, BLOCK_V=min(power_of_two(vocab), 8192))
+
+
+def step_schedules(block: str, target: str) -> Iterator[Schedule]:
+    """Yield schedules of the tiny kernels that prepare a step's inputs."""
+    yield from _row(target, 1, **{block: 256})

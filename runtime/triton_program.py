@@ -1,0 +1,153 @@
+"""Programs of the `cuda` and `interpret` targets: planned launches of emitted kernels, in order.
+
+On a GPU a decode program is captured once in a CUDA graph and replayed. Called by the executor; made
+from an artifact's plan by `loading.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from treadle.ir.errors import ArtifactError, KernelError
+from treadle.ir.graph import Graph
+from treadle.kernels.load import load_module
+from treadle.runtime.planner import Plan, ProgramPlan
+from treadle.runtime.state import DeviceState
+from treadle.runtime.weights import TORCH_DTYPES
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Memory that all programs share: the arena of a step's values and the kernels' scratch."""
+
+    arena: torch.Tensor
+    scratch: Mapping[str, torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of both."""
+        return self.arena.nbytes + sum(tensor.nbytes for tensor in self.scratch.values())
+
+
+def allocate_workspace(plan: Plan, device: torch.device) -> Workspace:
+    """Allocate what the largest program of the plan needs."""
+    size = max(program.arena_bytes for program in plan.programs)
+    scratch = {
+        name: torch.zeros(elements, dtype=TORCH_DTYPES[dtype], device=device)
+        for name, (dtype, elements) in plan.scratch.items()
+    }
+    return Workspace(torch.zeros(size, dtype=torch.uint8, device=device), scratch)
+
+
+class TritonProgram:
+    """Launch a program's kernels. Every argument but the sizes is bound once.
+
+    Raises: ArtifactError: a kernel's module is missing.
+    """
+
+    def __init__(
+        self,
+        plan: ProgramPlan,
+        graph: Graph,
+        kernels: Path,
+        state: DeviceState,
+        weights: Mapping[str, torch.Tensor],
+        workspace: Workspace,
+        dims: Mapping[str, int],
+    ) -> None:
+        self.plan = plan
+        self.values = _place_values(plan, graph, workspace.arena, dims)
+        tensors = {
+            **state.tensors,
+            **{f"@{name}": tensor for name, tensor in weights.items()},
+            **self.values,
+        }
+        self._launches: list[tuple[str, Callable[..., None], list[object], tuple[bool, ...]]] = []
+        for launch in plan.launches:
+            path = kernels / f"{launch.kernel}.py"
+            if not path.is_file():
+                raise ArtifactError(
+                    f"The plan launches `{launch.kernel}`, but there is no {path}.",
+                    remedy="Compile the model again.",
+                )
+            function = load_module(path, launch.kernel.partition(".")[0]).launch
+            bound: list[object] = []
+            sizes: list[str] = []
+            for parameter in inspect.signature(function).parameters:  # the sizes come last
+                kind, _, name = launch.arguments[parameter].partition(":")
+                if kind == "size":
+                    sizes.append(name)
+                elif kind == "none":
+                    bound.append(None)
+                elif kind == "scratch":
+                    bound.append(workspace.scratch[name])
+                elif kind in ("keys", "values"):
+                    bound.append(state.caches[name][kind == "values"])
+                else:
+                    bound.append(tensors[name])
+            by_token = tuple(size == "T" for size in sizes)
+            self._launches.append((f"{launch.op}: {launch.kernel}", function, bound, by_token))
+
+    def run(self, num_tokens: int, num_seqs: int) -> Mapping[str, torch.Tensor]:
+        """Launch every kernel for a step of these sizes; the values lie in the arena.
+
+        Raises: KernelError: a launch failed; names the op and the kernel.
+        """
+        for name, function, bound, by_token in self._launches:
+            sizes = [num_tokens if is_token else num_seqs for is_token in by_token]
+            try:
+                function(*bound, *sizes)
+            except Exception as error:
+                raise KernelError(
+                    f"Launching {name} failed: {type(error).__name__}: {error}.",
+                    remedy="Run `python cli.py verify` on the model to check every kernel.",
+                ) from error
+        return self.values
+
+
+class GraphedProgram:
+    """Replay a decode program as one CUDA graph, captured at its bucket's size."""
+
+    def __init__(self, program: TritonProgram, pool: tuple[int, int]) -> None:
+        self._program = program
+        bucket = program.plan.bucket
+        # Uncaptured once: kernels are loaded, and a fault shows its own name.
+        program.run(bucket, bucket)
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            program.run(bucket, bucket)
+
+    def run(self, num_tokens: int, num_seqs: int) -> Mapping[str, torch.Tensor]:
+        """Replay; sequences beyond the step's own are padding rows."""
+        self._graph.replay()
+        return self._program.values
+
+
+def capture_decode(programs: Mapping[int, TritonProgram]) -> Mapping[int, GraphedProgram]:
+    """Capture a graph per bucket, the largest first: the smaller ones then reuse its memory."""
+    pool = torch.cuda.graph_pool_handle()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        captured = {
+            bucket: GraphedProgram(programs[bucket], pool) for bucket in sorted(programs, reverse=True)
+        }
+        torch.cuda.synchronize()
+    return captured
+
+
+def _place_values(
+    plan: ProgramPlan, graph: Graph, arena: torch.Tensor, dims: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
+    """Give every value of the program as a view of the arena, at its bucket's size."""
+    values = {}
+    for name, offset in plan.offsets.items():
+        type_ = graph.types[name]
+        size = type_.num_bytes(dims)
+        flat = arena[offset : offset + size].view(TORCH_DTYPES[type_.dtype])
+        values[name] = flat.view(type_.bound_shape(dims))
+    return values

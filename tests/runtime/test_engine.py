@@ -1,0 +1,218 @@
+"""The engine on tiny random models: its tokens are those of transformers, however they are batched."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+from treadle.ir.errors import QueueFullError, RequestError
+from treadle.runtime.request import FinishReason, SamplingParams, collect
+
+from tests.checkpoints import load_oracle, make_llama, oracle_greedy
+from tests.runtime.serving import answer, answers, compile_tiny, serving
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "tied": {"tie": True},
+    "biased": {"attention_bias": True, "mlp_bias": True},
+    "one head": {"num_heads": 1, "num_kv_heads": 1},
+    "ratio 3, head 24": {"hidden_size": 72, "num_heads": 3, "num_kv_heads": 1, "head_dim": 24},
+    "mistral": {"architecture": "mistral"},
+    "llama3 rope": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
+}
+NUM_TOKENS = 64
+
+
+def _prompts(seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
+    generator = random.Random(seed)
+    return [[generator.randrange(320) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_tokens_are_those_of_transformers(
+    tmp_path: Path, rng_seed: int, variant: str
+) -> None:
+    model = make_llama(tmp_path / "model", seed=rng_seed % 1000, **VARIANTS[variant])
+    artifact = compile_tiny(model, tmp_path / "artifact")
+    oracle = load_oracle(model)
+    prompts = _prompts(rng_seed, (1, 15, 16, 17, 40, 5))
+    expected = [oracle_greedy(oracle, prompt, NUM_TOKENS) for prompt in prompts]
+
+    async def run() -> list[list[int]]:
+        async with serving(artifact) as engine:
+            found = await answers(engine, prompts, temperature=0.0, max_tokens=NUM_TOKENS)
+            return [list(delta.token_ids) for delta in found]
+
+    assert asyncio.run(run()) == expected
+
+
+def test_a_chunked_prompt_gives_the_tokens_of_a_whole_one(tmp_path: Path, rng_seed: int) -> None:
+    model = make_llama(tmp_path / "model", seed=rng_seed % 1000)
+    prompts = _prompts(rng_seed, (60, 33, 90))
+    oracle = load_oracle(model)
+    expected = [oracle_greedy(oracle, prompt, 16) for prompt in prompts]
+    artifact = compile_tiny(model, tmp_path / "artifact", max_step_tokens=8)
+
+    async def run() -> list[list[int]]:
+        async with serving(artifact, prefix_cache=False) as engine:
+            found = await answers(engine, prompts, temperature=0.0, max_tokens=16)
+            return [list(delta.token_ids) for delta in found]
+
+    assert asyncio.run(run()) == expected
+
+
+def test_case_32_lengths_at_page_edges_twice_and_with_shared_prefixes(
+    tmp_path: Path, rng_seed: int
+) -> None:
+    model = make_llama(tmp_path / "model", seed=rng_seed % 1000)
+    oracle = load_oracle(model)
+    (longest,) = _prompts(rng_seed, (126,))
+    prompts = [longest[:length] for length in (1, 15, 16, 17, 31, 32, 33, 126)]
+    prompts += [longest[:length] + [7, 8, 9] for length in (16, 17, 31, 32)]
+    artifact = compile_tiny(model, tmp_path / "artifact", max_context_tokens=128)
+
+    async def run() -> None:
+        async with serving(artifact) as engine:
+            for prompt in prompts:
+                count = min(2, 128 - len(prompt))
+                expected = oracle_greedy(oracle, prompt, count)
+                params = {"temperature": 0.0, "max_tokens": count}
+                first = await answer(engine, prompt, **params)
+                second = await answer(engine, prompt, **params)
+                assert list(first.token_ids) == list(second.token_ids) == expected, len(prompt)
+                assert second.usage.cached_tokens <= len(prompt) - 1
+                assert second.usage.cached_tokens == (len(prompt) - 1) // 16 * 16
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_case_34_preemption_changes_no_token(
+    tmp_path: Path, rng_seed: int, prefix_cache: bool
+) -> None:
+    model = make_llama(tmp_path / "model", seed=rng_seed % 1000, window=256)
+    artifact = compile_tiny(model, tmp_path / "artifact")
+    prompts = _prompts(rng_seed, (20, 20, 20, 20))
+    choices = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 0.7, "top_p": 0.9, "seed": 6},
+        {"temperature": 1.0, "top_k": 20, "seed": 7},
+    ]
+
+    async def run(num_pages: int) -> tuple[list[tuple[int, ...]], int]:
+        async with serving(artifact, num_pages=num_pages, prefix_cache=prefix_cache) as engine:
+            found = await asyncio.gather(
+                *(
+                    answer(engine, prompt, max_tokens=90, ignore_eos=True, **choice)
+                    for prompt, choice in zip(prompts, choices, strict=True)
+                )
+            )
+            return [delta.token_ids for delta in found], engine.stats().preemptions_total
+
+    roomy, no_preemptions = asyncio.run(run(64))
+    tight, preemptions = asyncio.run(run(10))
+    assert tight == roomy
+    assert no_preemptions == 0 < preemptions
+
+
+def test_a_request_that_never_fits_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    model = make_llama(tmp_path / "model", seed=1, window=256)
+    artifact = compile_tiny(model, tmp_path / "artifact")
+
+    async def run() -> None:
+        async with serving(artifact, num_pages=10) as engine:
+            with pytest.raises(RequestError, match=r"10 pages.*11 pages"):
+                engine.submit([1] * 20, SamplingParams(max_tokens=150))
+            with pytest.raises(RequestError, match=r"256 tokens.*= 320"):
+                engine.submit([1] * 20, SamplingParams(max_tokens=300))
+
+    asyncio.run(run())
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_company(tmp_path: Path, rng_seed: int) -> None:
+    model = make_llama(tmp_path / "model", seed=rng_seed % 1000)
+    artifact = compile_tiny(model, tmp_path / "artifact")
+    (prompt, *others) = _prompts(rng_seed, (12, 3, 30, 8))
+    params = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 24, "ignore_eos": True}
+
+    async def run() -> None:
+        async with serving(artifact) as engine:
+            alone = await answer(engine, prompt, seed=11, **params)
+            together = await asyncio.gather(
+                answer(engine, prompt, seed=11, **params),
+                *(answer(engine, other, temperature=1.0, max_tokens=20) for other in others),
+            )
+            other_seed = await answer(engine, prompt, seed=12, **params)
+        assert together[0].token_ids == alone.token_ids
+        assert other_seed.token_ids != alone.token_ids
+
+    asyncio.run(run())
+
+
+def test_an_aborted_answer_frees_its_row_and_its_neighbour_goes_on(
+    tmp_path: Path, rng_seed: int
+) -> None:
+    model = make_llama(tmp_path / "model", seed=rng_seed % 1000)
+    artifact = compile_tiny(model, tmp_path / "artifact")
+    prompts = _prompts(rng_seed, (9, 9))
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+
+    async def run() -> None:
+        async with serving(artifact) as engine:
+            alone = await collect(engine.submit(prompts[0], params))
+            kept, dropped = (engine.submit(prompt, params) for prompt in prompts)
+            async for _ in dropped:
+                dropped.abort()
+                break
+            dropped.abort()
+            assert (await collect(kept)).token_ids == alone.token_ids
+
+    asyncio.run(run())
+
+
+def test_draining_refuses_new_requests_and_lets_running_ones_end(tmp_path: Path) -> None:
+    model = make_llama(tmp_path / "model", seed=2)
+    artifact = compile_tiny(model, tmp_path / "artifact")
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+    async def run() -> None:
+        async with serving(artifact) as engine:
+            running = asyncio.ensure_future(collect(engine.submit([1, 2, 3], params)))
+            await asyncio.sleep(0)
+            draining = asyncio.ensure_future(engine.drain(60.0))
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError):
+                engine.submit([1], params)
+            assert not engine.ready
+            assert (await running).finish_reason is FinishReason.LENGTH
+            await draining
+
+    asyncio.run(run())
+
+
+def test_a_stop_string_ends_the_request_in_the_engine_too(tmp_path: Path) -> None:
+    model = make_llama(tmp_path / "model", seed=3)
+    artifact = compile_tiny(model, tmp_path / "artifact")
+
+    async def run() -> None:
+        async with serving(artifact) as engine:
+            whole = await answer(engine, [5, 6, 7], temperature=0.0, max_tokens=40, ignore_eos=True)
+            stop = next(c for c in whole.text if c.isascii() and c.isprintable())
+            cut = await answer(
+                engine, [5, 6, 7], temperature=0.0, max_tokens=40, ignore_eos=True, stop=(stop,)
+            )
+            assert cut.finish_reason is FinishReason.STOP and cut.stop_reason == stop
+            assert cut.text == whole.text[: whole.text.index(stop)]
+
+    asyncio.run(run())
