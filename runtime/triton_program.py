@@ -98,16 +98,21 @@ class TritonProgram:
 
         Raises: KernelError: a launch failed; names the op and the kernel.
         """
-        for name, function, bound, by_token in self._launches:
-            sizes = [num_tokens if is_token else num_seqs for is_token in by_token]
-            try:
-                function(*bound, *sizes)
-            except Exception as error:
-                raise KernelError(
-                    f"Launching {name} failed: {type(error).__name__}: {error}.",
-                    remedy="Run `python cli.py verify` on the model to check every kernel.",
-                ) from error
+        for index in range(len(self._launches)):
+            self.launch(index, num_tokens, num_seqs)
         return self.values
+
+    def launch(self, index: int, num_tokens: int, num_seqs: int) -> None:
+        """Launch one kernel of the program. Raises: KernelError: see `run`."""
+        name, function, bound, by_token = self._launches[index]
+        sizes = [num_tokens if is_token else num_seqs for is_token in by_token]
+        try:
+            function(*bound, *sizes)
+        except Exception as error:
+            raise KernelError(
+                f"Launching {name} failed: {type(error).__name__}: {error}.",
+                remedy="Run `python cli.py verify` on the model to check every kernel.",
+            ) from error
 
 
 class GraphedProgram:
