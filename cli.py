@@ -449,9 +449,13 @@ def run(arguments: list[str]) -> int:
     debug = 0
     try:
         debug = knobs.debug()
-        group.main(arguments, prog_name=_program_name(), standalone_mode=False)
+        # Not through click's own `main`, which has other ideas of exit codes.
+        with group.make_context(_program_name(), arguments) as context:
+            group.invoke(context)
         sys.stdout.flush()
         return 0
+    except click.exceptions.Exit as done:
+        return done.exit_code
     except click.ClickException as error:
         error.show()
         return error.exit_code
