@@ -179,7 +179,8 @@ def test_decode_combines_splits_of_long_sequences_only(
 
 
 def test_decode_chunk_grows_when_splits_run_out(device: str, rng_seed: int) -> None:
-    inputs = draw_inputs([(1, 200)], SMALL_MODEL, device, rng_seed)
+    # 97 tokens: rounding the third of them down to whole tiles would need a fourth split.
+    inputs = draw_inputs([(1, 200), (1, 97)], SMALL_MODEL, device, rng_seed)
     out = Decode(inputs, BLOCK_TOKENS=16, MAX_SPLITS=3, MIN_CHUNK_TOKENS=16).launch()
     assert_same(out, reference_out(inputs))
 
@@ -274,16 +275,16 @@ def test_prefill_of_single_tokens_agrees_with_decode(device: str, rng_seed: int)
 
 
 def test_prefill_serves_the_tail_of_a_batch_through_slices(device: str, rng_seed: int) -> None:
-    inputs = draw_inputs([(1, 30), (1, 18), (9, 25), (20, 20)], SMALL_MODEL, device, rng_seed)
+    inputs = draw_inputs([(13, 30), (1, 18), (9, 25), (20, 20)], SMALL_MODEL, device, rng_seed)
     tail = dataclasses.replace(
         inputs,
-        seq_rows=inputs.seq_rows[2:],
-        query_start=inputs.query_start[2:],
-        context_lens=inputs.context_lens[2:],
+        seq_rows=inputs.seq_rows[1:],
+        query_start=inputs.query_start[1:],
+        context_lens=inputs.context_lens[1:],
     )
-    out = run_prefill(tail, num_tokens=29, BLOCK_ROWS=16, BLOCK_TOKENS=32)
-    assert bool(out[:2].isnan().all())
-    assert_same(out[2:], reference_out(inputs)[2:])
+    out = run_prefill(tail, num_tokens=30, BLOCK_ROWS=16, BLOCK_TOKENS=32)
+    assert bool(out[:13].isnan().all())
+    assert_same(out[13:], reference_out(inputs)[13:])
 
 
 def test_prefill_writes_zeros_for_padding_sequences(device: str, rng_seed: int) -> None:
@@ -291,6 +292,14 @@ def test_prefill_writes_zeros_for_padding_sequences(device: str, rng_seed: int) 
     out = run_prefill(inputs, BLOCK_ROWS=16, BLOCK_TOKENS=32)
     assert torch.count_nonzero(out[5:8]) == 0
     assert_same(out, reference_out(inputs))
+
+
+def test_prefill_trusts_the_row_of_padding_over_its_length(device: str, rng_seed: int) -> None:
+    inputs = draw_inputs([(5, 20), (3, 0)], SMALL_MODEL, device, rng_seed)
+    stale_lens = torch.tensor([20, 40], dtype=torch.int32, device=device)
+    stale = dataclasses.replace(inputs, context_lens=stale_lens)
+    out = run_prefill(stale, BLOCK_ROWS=16, BLOCK_TOKENS=32)
+    assert torch.count_nonzero(out[5:]) == 0
 
 
 def test_prefill_ignores_tokens_of_no_sequence(device: str, rng_seed: int) -> None:
