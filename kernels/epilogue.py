@@ -57,6 +57,9 @@ TOKENS_LEFT = Tile(("BLOCK_M", "BLOCK_N"), 1)
 TILES: dict[str, Tile] = {
     "gemv": PER_TOKEN,
     "matmul": TOKENS_LEFT,
+    "matmul_tma": TOKENS_LEFT,
+    "matmul_skinny": WEIGHTS_LEFT,
+    "matmul_skinny_tma": WEIGHTS_LEFT,
 }
 
 ACTIVATIONS: dict[str, str] = {

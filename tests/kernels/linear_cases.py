@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -13,7 +14,7 @@ from treadle.ir.types import TensorType, parse_type
 from treadle.kernels import reference
 from treadle.kernels.emit import Fact, Header, emit_module, read_template
 from treadle.kernels.epilogue import FusedLinear, lower_linear
-from treadle.kernels.load import load_module
+from treadle.kernels.load import load_module, write_module
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 # Relative to the largest output: rounding of the result, and of sums whose order differs.
@@ -116,19 +117,21 @@ def expected(case: Case, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     return values[case.op.outputs[0]]
 
 
+def load_text(text: str, folder: Path) -> ModuleType:
+    """Import an emitted module from a file of its own."""
+    return load_module(write_module(text, "kernel", folder), "kernel")
+
+
 def run_case(
-    text: str, fused: FusedLinear, case: Case, tensors: dict[str, torch.Tensor], tmp_path
-) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    text: str, fused: FusedLinear, case: Case, tensors: dict[str, torch.Tensor], folder: Path
+) -> torch.Tensor:
     """Launch the emitted module and give y; rows past the last token must stay as they are."""
-    path = tmp_path / "kernel.py"
-    path.write_text(text)
-    module = load_module(path, "kernel")
+    module = load_text(text, folder)
     num_tokens = tensors["x"].shape[0]
     dtype = torch.float32 if case.has("f32") else DTYPES[case.dtype]
     y = torch.full((num_tokens + 3, case.width), torch.nan, dtype=dtype)
-    module.launch(
-        *(tensors[name] for name in fused.inputs), y, *workspace(module, num_tokens), num_tokens
-    )
+    arguments = [tensors[name] for name in fused.inputs]
+    module.launch(*arguments, y, *workspace(module, num_tokens), num_tokens)
     assert y[num_tokens:].isnan().all(), "rows past the last token were written"
     return y[:num_tokens]
 

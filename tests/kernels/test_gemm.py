@@ -7,12 +7,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from .linear_cases import DTYPES, Case, assert_matches, emit_case, expected, make_inputs, run_case
+from .linear_cases import (
+    DTYPES,
+    Case,
+    assert_matches,
+    emit_case,
+    expected,
+    load_text,
+    make_inputs,
+    run_case,
+    workspace,
+)
 
 SMALL: dict[str, dict[str, int | bool]] = {
     "gemv": {"ROWS": 2, "BLOCK_N": 32, "BLOCK_K": 64},
     "matmul": {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64},
+    "matmul_tma": {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64, "NUM_PROGRAMS": 2},
+    "matmul_skinny": {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64},
+    "matmul_skinny_tma": {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64},
 }
+SPLIT = ("matmul_skinny", "matmul_skinny_tma")
 FORMS = ["", "bias", "add", "glu", "bias glu", "glu add", "bias add", "f32", "bias glu add"]
 NORM_FORMS = ["norm", "norm offset", "norm bias glu", "norm glu add", "norm f32"]
 
@@ -67,6 +81,33 @@ def test_narrow_groups_of_gate_and_up(
     template: str, interleave: int, rng_seed: int, tmp_path: Path
 ) -> None:
     check(template, Case("glu", N=24, interleave=interleave), 2, rng_seed, tmp_path)
+
+
+@pytest.mark.parametrize("template", SPLIT)
+@pytest.mark.parametrize("form", ["", "bias glu add"])
+@pytest.mark.parametrize(("K", "parts"), [(256, 2), (200, 3), (64, 2)])
+def test_parts_of_k_are_added(
+    template: str, form: str, K: int, parts: int, rng_seed: int, tmp_path: Path
+) -> None:
+    check(template, Case(form, N=96, K=K), 17, rng_seed, tmp_path, SPLIT_K=parts)
+
+
+@pytest.mark.parametrize("template", SPLIT)
+def test_counters_are_zero_again_after_a_launch(
+    template: str, rng_seed: int, tmp_path: Path
+) -> None:
+    case = Case(N=96, K=128)
+    text, fused = emit_case(template, case, **{**SMALL[template], "SPLIT_K": 2})
+    module = load_text(text, tmp_path)
+    tensors = make_inputs(case, 5, rng_seed)
+    partials, counters = workspace(module, 5)
+    results = []
+    for _ in range(2):
+        y = torch.empty(5, case.width)
+        module.launch(*(tensors[name] for name in fused.inputs), y, partials, counters, 5)
+        assert not counters.any()
+        results.append(y)
+    assert torch.equal(*results)
 
 
 def test_every_row_count_of_a_gemv(rng_seed: int, tmp_path: Path) -> None:
