@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 STAMP := $(VENV)/installed-$(shell printf '%s' '$(CURDIR)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-slow demo lint check golden docs clean
+.PHONY: help env model test test-slow demo lint check golden docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -39,10 +39,14 @@ $(STAMP): constraints.txt setup.cfg pyproject.toml .import/treadle/__init__.py
 	@$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[test]'
 	@touch $@
 
-test: env
+# The tests of real weights are skipped, and say so, where the model can't be fetched.
+model: env
+	-@$(BIN)/python cli.py demo --fetch-only --progress log
+
+test: model
 	$(PYTEST) -m 'not slow'
 
-test-slow: env
+test-slow: model
 	$(PYTEST)
 
 demo: env

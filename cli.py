@@ -396,7 +396,7 @@ def explain_command() -> None:
 
 
 @command("check-env", "runtime.check_env:run_check_env")
-@target_option
+@click.option("--need-gpu", is_flag=True, help="Let a missing GPU be a failure.")
 @click.option("--markdown", is_flag=True, help="Print a table to paste into a bug report.")
 @json_option
 @progress_option
@@ -410,8 +410,8 @@ def check_env_command() -> None:
     \b
     Examples:
       treadle check-env
-      treadle check-env --target cuda      # a missing GPU is a failure
-      treadle check-env --markdown         # for a bug report
+      treadle check-env --need-gpu      # a missing GPU is a failure
+      treadle check-env --markdown      # for a bug report
     """
 
 
@@ -424,6 +424,7 @@ def check_env_command() -> None:
     show_default=True,
 )
 @click.option("--max-tokens", type=int, default=80, help="The longest answer.", show_default=True)
+@click.option("--fetch-only", is_flag=True, help="Only fetch the model, and print its path.")
 @target_option
 @progress_option
 def demo_command() -> None:
@@ -435,7 +436,8 @@ def demo_command() -> None:
     \b
     Examples:
       treadle demo
-      treadle demo --prompt 'Why is the sky blue?'
+      treadle demo --prompt 'What is the capital of France?'
+      treadle chat "$(treadle demo --fetch-only)"
     """
 
 

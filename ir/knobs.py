@@ -93,8 +93,7 @@ debug = Knob(
     "TREADLE_DEBUG",
     lambda: 0,
     _parse_level,
-    "1 passes and times, 2 kernels chosen, 3 refusals, 4 emitted source, 5 the graph after each "
-    "pass; from 1 on, errors come with their traceback.",
+    "from 1 to 5: errors come with their traceback.",
 )
 target = Knob(
     "TREADLE_TARGET",

@@ -97,13 +97,13 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
-def run_check_env(target: str, markdown: bool, as_json: bool, progress: str) -> None:
+def run_check_env(need_gpu: bool, markdown: bool, as_json: bool, progress: str) -> None:
     """Try the machine and print what was found.
 
     Raises: MachineError, KernelError: a check failed.
     """
     with Progress(progress) as shown, shown.phases() as report:
-        found = check(target, report)
+        found = check(need_gpu, report)
     if as_json:
         print_json(found.to_json())
     elif markdown:
@@ -117,10 +117,10 @@ def run_check_env(target: str, markdown: bool, as_json: bool, progress: str) -> 
         raise verdict
 
 
-def check(target: str, report: Callable[[str], None] = lambda phase: None) -> Report:
+def check(need_gpu: bool, report: Callable[[str], None] = lambda phase: None) -> Report:
     """Try everything that running a model needs. Each check tells `report` that it begins.
 
-    `target` cuda makes a missing GPU a failure; else it is noted.
+    `need_gpu` makes a missing GPU a failure; else it is only noted.
     """
     steps: list[Step] = []
 
@@ -136,7 +136,7 @@ def check(target: str, report: Callable[[str], None] = lambda phase: None) -> Re
     run("shared memory", check_shared_memory)
     # Without them each probe would only fail in its own words.
     if libraries.status == PASS:
-        gpu = run("GPU", functools.partial(check_gpu, target == "cuda"))
+        gpu = run("GPU", functools.partial(check_gpu, need_gpu))
         if gpu.status == PASS:
             run("C compiler", check_c_compiler)
             run("kernel on the GPU", functools.partial(check_kernel, "cuda"))
@@ -228,7 +228,7 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> Step:
     return Step("shared memory", PASS, detail)
 
 
-def check_gpu(is_needed: bool) -> Step:
+def check_gpu(need_gpu: bool) -> Step:
     """Check which GPUs torch sees. One that only the driver sees is a failure."""
     answer = _probe("gpu")
     if isinstance(answer, str):
@@ -246,8 +246,8 @@ def check_gpu(is_needed: bool) -> Step:
         detail = f"the driver has a GPU that torch can't use; {build}"
         remedy = "Install a torch build whose CUDA version the driver supports (see `nvidia-smi`)."
         return Step("GPU", FAIL, detail, remedy)
-    if is_needed:
-        remedy = "Use a machine with a GPU; or --target reference, which needs none."
+    if need_gpu:
+        remedy = "Use a machine with a GPU; or leave --need-gpu out and run models on the CPU."
         return Step("GPU", FAIL, f"none found; {build}", remedy)
     return Step("GPU", NOTE, "none found: models run on the CPU, for trying out (target reference)")
 

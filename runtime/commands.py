@@ -155,10 +155,13 @@ def run_chat(
         Chat(engine, runner, params, system).converse()
 
 
-def run_demo(prompt: str, max_tokens: int, target: str, progress: str) -> None:
+def run_demo(prompt: str, max_tokens: int, fetch_only: bool, target: str, progress: str) -> None:
     """Fetch a small model, compile it and let it answer: the whole way, on this machine."""
     with Progress(progress) as shown:
         model = demo_model.fetch(shown)
+        if fetch_only:
+            print(model)
+            return
         options = CompileOptions(target=target)
         out = compiler.cached_artifact_path(model, options)
         with shown.phases() as report:

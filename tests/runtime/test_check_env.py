@@ -68,7 +68,7 @@ def test_without_libraries_nothing_is_asked_of_them(
 ) -> None:
     monkeypatch.setattr(check_env, "MIN_VERSIONS", {"torch": "99"})
     monkeypatch.setattr(check_env, "_probe", lambda *question, **variables: pytest.fail("asked"))
-    assert [step.name for step in check_env.check("auto").failed] == ["libraries"]
+    assert [step.name for step in check_env.check(need_gpu=False).failed] == ["libraries"]
 
 
 def test_a_cache_folder_that_is_no_folder_fails(tmp_path: Path) -> None:
@@ -116,12 +116,12 @@ def test_a_small_shared_memory_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_pat
 NO_GPU = 'print(\'{"gpus": [], "cuda": null, "hip": null}\')'
 
 
-@pytest.mark.parametrize(("is_needed", "status"), [(False, NOTE), (True, FAIL)])
-def test_no_gpu_fails_only_where_one_is_needed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_needed: bool, status: str
+@pytest.mark.parametrize(("need_gpu", "status"), [(False, NOTE), (True, FAIL)])
+def test_no_gpu_fails_only_where_one_need_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, need_gpu: bool, status: str
 ) -> None:
     answering(monkeypatch, tmp_path, NO_GPU)
-    assert check_env.check_gpu(is_needed).status == status
+    assert check_env.check_gpu(need_gpu).status == status
 
 
 def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_bug_report_hides_secrets_and_the_home_folder(
     monkeypatch.setattr(check_env, "MIN_VERSIONS", {"torch": "99"})
     monkeypatch.setenv("TREADLE_API_KEYS", "sesame")
     monkeypatch.setenv("HOME", str(cache_dir.parent))
-    text = check_env.check("auto").markdown()
+    text = check_env.check(need_gpu=False).markdown()
     assert "| `TREADLE_API_KEYS` | set | `(hidden)` |" in text
     assert "| `TREADLE_CACHE_DIR` | set | `~/cache` |" in text
     assert "sesame" not in text

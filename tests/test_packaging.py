@@ -1,0 +1,154 @@
+"""The package: what a wheel holds, what installing gives, and that every version is pinned."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import treadle
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("ir", "kernels", "models", "runtime", "server", "bench")
+RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def read_setup() -> configparser.ConfigParser:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    return config
+
+
+def requirements() -> list[str]:
+    config = read_setup()
+    extras = " ".join(config["options.extras_require"].values())
+    return (config["options"]["install_requires"] + " " + extras).split()
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins() -> dict[str, str]:
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines), "only exact versions"
+    return {normal(name): version for name, version in (line.split("==") for line in lines)}
+
+
+def source_modules() -> set[str]:
+    """Give every module of the project as a path below `treadle/`."""
+    files = {"treadle/__init__.py", "treadle/cli.py"}
+    for folder in FOLDERS:
+        files |= {
+            f"treadle/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / folder).rglob("*.py")
+        }
+    return files
+
+
+def copy_source(target: Path) -> Path:
+    """Copy what a clone holds, links as links: a build writes into its source."""
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "tests")
+    shutil.copytree(ROOT, target, ignore=ignored, symlinks=True)
+    shutil.copytree(ROOT / ".import", target / ".import", ignore=ignored, symlinks=True)
+    return target
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = copy_source(folder / "a folder-with a.dash")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q"]
+    done = subprocess.run(
+        [*command, "-w", str(folder), str(source)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return next(folder.glob("*.whl"))
+
+
+def test_every_requirement_is_pinned() -> None:
+    names = {normal(re.split(r"[<>=!~\[]", requirement)[0]) for requirement in requirements()}
+    assert names - set(pins()) == set()
+
+
+def test_every_pin_is_allowed_by_its_requirement() -> None:
+    found = pins()
+    for requirement in requirements():
+        name, operator, bound = re.split(r"(>=|==)", requirement)
+        pinned = tuple(map(int, re.findall(r"\d+", found[normal(name)])))
+        least = tuple(map(int, re.findall(r"\d+", bound)))
+        assert pinned == least if operator == "==" else pinned >= least, requirement
+
+
+def test_the_build_tool_is_pinned() -> None:
+    assert "setuptools" in pins()
+
+
+def test_every_link_of_the_import_folder_leads_to_the_root() -> None:
+    links = {path.name: path for path in (ROOT / ".import/treadle").iterdir() if path.is_symlink()}
+    assert set(links) == {*FOLDERS, "cli.py"}
+    for name, link in links.items():
+        assert (link.readlink().as_posix(), link.resolve()) == (f"../../{name}", ROOT / name)
+
+
+def test_every_folder_with_modules_is_a_package_of_the_wheel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if name.endswith(".py")}
+    benchmarks = {name for name in source_modules() if name.startswith("treadle/bench/")}
+    assert held == source_modules() - benchmarks
+
+
+def test_the_wheel_adds_one_top_level_name(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        tops = {name.split("/")[0] for name in archive.namelist()}
+        entry_points = archive.read(
+            next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        ).decode()
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"treadle"}
+    assert "treadle = treadle.cli:main" in entry_points
+
+
+def test_the_wheel_carries_its_licence(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        assert any(name.endswith("LICENSE") for name in archive.namelist())
+
+
+def test_what_the_wheel_installs_runs(wheel: Path, run_python: RunPython, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    done = run_python(
+        "-m", "treadle.cli", "--version", cwd=tmp_path, PYTHONPATH=str(tmp_path / "site")
+    )
+    assert (done.returncode, done.stdout) == (0, f"treadle {treadle.__version__}\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_an_editable_installation_runs_and_hides_the_root(tmp_path: Path) -> None:
+    source = copy_source(tmp_path / "checkout")
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    python = str(tmp_path / "venv/bin/python")
+    install = [python, "-m", "pip", "install", "-q", "--no-deps", "-e", str(source)]
+    libraries = [python, "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
+    subprocess.run([*libraries, "click", "rich"], check=True)
+    done = subprocess.run(install, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    script = [str(tmp_path / "venv/bin/treadle"), "--version"]
+    shown = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert shown.stdout == f"treadle {treadle.__version__}\n"
+    # A new file of the checkout is there without another installation.
+    (source / "ir/fresh.py").write_text("WEFT = 1\n")
+    code = "import treadle.ir.fresh, importlib.util as u; print(u.find_spec('kernels'))"
+    shown = subprocess.run(
+        [python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout == "None\n"
