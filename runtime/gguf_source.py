@@ -119,8 +119,8 @@ class GgufSource:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._reader = _open_reader(file)
-        self._metadata = _Metadata(file, self._reader)
+        self._reader, values = _open_reader(file)
+        self._metadata = _Metadata(file, values)
         self._family = _find_family(self._metadata)
         self._tensors = _name_tensors(file, self._reader.tensors)
         self.config: dict[str, Any] = _build_config(
@@ -195,13 +195,9 @@ class _FastReader(GGUFReader):
 class _Metadata:
     """Hand out typed values of a file's metadata; the family's keys come without its prefix."""
 
-    def __init__(self, file: Path, reader: GGUFReader) -> None:
+    def __init__(self, file: Path, values: Mapping[str, object]) -> None:
         self.file = file
-        self._values = {
-            key: field.contents()
-            for key, field in reader.fields.items()
-            if field.types != [GGUFValueType.ARRAY, GGUFValueType.STRING]
-        }
+        self._values = values
         architecture = self.general("general.architecture")
         if not isinstance(architecture, str):
             self._wrong("general.architecture", architecture, "a string")
@@ -247,7 +243,8 @@ class _Metadata:
         )
 
 
-def _open_reader(file: Path) -> GGUFReader:
+def _open_reader(file: Path) -> tuple[GGUFReader, dict[str, object]]:
+    """Open the file; give the library's reader, and the metadata less its arrays of strings."""
     try:
         size_bytes = file.stat().st_size
         with file.open("rb") as stream:
@@ -258,6 +255,11 @@ def _open_reader(file: Path) -> GGUFReader:
                 remedy="Fetch the file with `git lfs pull`, or download it again.",
             )
         reader = _FastReader(file)
+        values = {
+            key: field.contents()
+            for key, field in reader.fields.items()
+            if field.types != [GGUFValueType.ARRAY, GGUFValueType.STRING]
+        }
     # What the library raises on a file cut short or overwritten, wherever it happens to notice.
     except (ValueError, KeyError, IndexError, TypeError, OverflowError, struct.error) as error:
         raise CheckpointError(
@@ -273,7 +275,7 @@ def _open_reader(file: Path) -> GGUFReader:
             f"{file} is in the byte order of another kind of machine.",
             remedy="Convert it with `gguf-convert-endian`.",
         )
-    return reader
+    return reader, values
 
 
 def _find_family(metadata: _Metadata) -> Family:

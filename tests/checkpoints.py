@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import gguf
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -27,6 +28,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers import logging as transformers_logging
+
+from treadle.ir import knobs
+from treadle.runtime import demo_model
+from treadle.runtime.progress import Progress
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -321,7 +326,9 @@ def write_gguf(
 def load_oracle(path: Path, gguf_file: str | None = None) -> Any:
     """Load a checkpoint in transformers: eager attention, float32, on the CPU."""
     transformers_logging.disable_progress_bar()
-    extra = {} if gguf_file is None else {"gguf_file": gguf_file}
+    extra: dict[str, Any] = {}
+    if gguf_file is not None:
+        extra["gguf_file"] = gguf_file
     return AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", **extra
     ).eval()
@@ -346,6 +353,14 @@ def oracle_greedy(model: Any, token_ids: Sequence[int], max_tokens: int) -> list
         max_new_tokens=max_tokens,
     )
     return output[0, prompt.shape[1] :].tolist()
+
+
+def find_demo_model() -> Path:
+    """Give the demo model's GGUF file where it is at hand; skip the test where it isn't."""
+    folder = knobs.cache_dir() / "demo" / f"{demo_model.PACKAGE}-{demo_model.VERSION}"
+    if not (folder / Path(demo_model.MEMBER).name).is_file() and knobs.demo_wheel() is None:
+        pytest.skip("needs the demo model: run `demo` once, or set TREADLE_DEMO_WHEEL")
+    return demo_model.fetch(Progress("none"))
 
 
 class _Vocabulary:

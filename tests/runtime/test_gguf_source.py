@@ -391,6 +391,14 @@ def test_a_file_with_any_bit_of_its_header_flipped_opens_or_is_refused(
     assert refused > 30
 
 
+def test_text_in_the_metadata_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    _, whole = make_pair(tmp_path, gguf_options={"metadata": {"general.name": "tiny model"}})
+    bent = tmp_path / "bent.gguf"
+    bent.write_bytes(whole.path.read_bytes().replace(b"tiny model", b"tiny\xffmodel"))
+    with pytest.raises(CheckpointError, match=r"bent\.gguf.*utf-8"):
+        open_checkpoint(bent)
+
+
 @pytest.mark.parametrize(
     ("content", "named"),
     [
