@@ -31,6 +31,11 @@ TEMPLATE_ERRORS = (
     RecursionError,
 )
 
+# See `Tokenizer.surely_exceeds`. English has about four characters per token, code fewer.
+_PROBE_CHARS_PER_TOKEN = 8
+_PROBE_MIN_CHARS = 32_768
+_PROBE_MARGIN_TOKENS = 1_024
+
 
 class TokenizerSource(Protocol):
     """Name what a checkpoint must offer for its tokenizer to be loaded."""
@@ -158,6 +163,18 @@ class Tokenizer:
                 remedy="Send whole characters.",
                 code="invalid_text",
             ) from error
+
+    def surely_exceeds(self, text: str, max_tokens: int) -> bool:
+        """Say, from its beginning alone, whether a long text has more than `max_tokens` tokens.
+
+        False says nothing. Spares a server from tokenising megabytes that can't fit. The cut
+        changes the tokens next to it only, hence the margin.
+        """
+        num_characters = max(_PROBE_CHARS_PER_TOKEN * max_tokens, _PROBE_MIN_CHARS)
+        if len(text) < 2 * num_characters:
+            return False
+        begin = self._backend.encode(text[:num_characters], add_special_tokens=False)
+        return len(begin) > max_tokens + _PROBE_MARGIN_TOKENS
 
     def decode(self, token_ids: Iterable[int], *, continues_text: bool = False) -> str:
         """Turn token ids into text in one go.

@@ -37,11 +37,16 @@ OPEN_ROUTES = frozenset({"/health", "/ready"})
 MAX_REQUEST_ID_CHARS = 200
 WATCH_INTERVAL_S = 0.25
 # How long the last bytes of a finished answer may take to reach its client.
-FLUSH_S = 2.0
+FLUSH_S = 1.0
+# How long a handler may take to end once its connection is closed under it.
+CANCEL_S = 0.25
 # How long an engine may take to close before the process goes without it.
 CLOSE_S = 1.5
 # Room for the header `X-Request-Id`, so that a long one gets an answer that says so.
 MAX_HEADER_BYTES = 32 * 2**10
+
+# How long the rest of a refused body is read, so that its client gets to see the answer.
+LINGER_S = 0.5
 
 logger = logging.getLogger("treadle.server")
 
@@ -90,8 +95,9 @@ async def serve(
         # A client that goes away cancels its handler, which gives up its answers.
         handler_cancellation=True,
         access_log=None,
-        shutdown_timeout=FLUSH_S,
+        shutdown_timeout=CANCEL_S,
         max_field_size=MAX_HEADER_BYTES,
+        lingering_time=LINGER_S,
     )
     state = app[STATE]
     await runner.setup()
@@ -251,21 +257,25 @@ async def _count_middleware(request: web.Request, handler: Handler) -> web.Strea
 
 @web.middleware
 async def _request_id_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Take the client's X-Request-Id, or make one; it is echoed and never used inside."""
+    """Refuse an X-Request-Id that can't be echoed. It is never used inside; none gets a new one."""
     given = request.headers.get("X-Request-Id", "")
-    if len(given) > MAX_REQUEST_ID_CHARS or not (given.isascii() and given.isprintable()):
+    if not _is_usable_id(given):
         raise RequestError(
             f"Expected the header `X-Request-Id` to have at most {MAX_REQUEST_ID_CHARS} printable "
             f"ASCII characters, found {len(given)} characters.",
             remedy="Leave it out to get one.",
             code="invalid_request_id",
         )
-    request["request_id"] = given or uuid.uuid4().hex
     return await handler(request)
 
 
 async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["X-Request-Id"] = request.get("request_id") or uuid.uuid4().hex
+    given = request.headers.get("X-Request-Id", "")
+    response.headers["X-Request-Id"] = (_is_usable_id(given) and given) or uuid.uuid4().hex
+
+
+def _is_usable_id(given: str) -> bool:
+    return len(given) <= MAX_REQUEST_ID_CHARS and given.isascii() and given.isprintable()
 
 
 @web.middleware

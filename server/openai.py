@@ -31,7 +31,6 @@ from treadle.runtime.request import (
     fit_to_window,
     show_value,
 )
-from treadle.runtime.tokenizer import Tokenizer
 from treadle.server.errors import error_event, log_fault
 from treadle.server.schema import (
     DEFAULT_COMPLETION_TOKENS,
@@ -80,18 +79,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     engine = require_ready(request.app)
     chat = await _read_request(request, ChatRequest)
     _check_model(engine, chat.model)
-    prompt_ids = await asyncio.to_thread(
-        engine.tokenizer.encode_chat,
-        chat.messages,
-        add_generation_prompt=chat.add_generation_prompt,
-        **(chat.chat_template_kwargs or {}),
-    )
-    if not prompt_ids:
-        raise RequestError(
-            "Expected messages that give a prompt, found that the chat template writes nothing.",
-            param="messages",
-            code="empty",
-        )
+    prompt_ids = await asyncio.to_thread(_encode_chat, engine, chat)
     params = fit_to_window(
         _check_stop_ids(engine, chat.sampling()),
         len(prompt_ids),
@@ -193,6 +181,37 @@ def _check_stop_ids(engine: Engine, params: SamplingParams) -> SamplingParams:
     return params
 
 
+def _encode_chat(engine: Engine, chat: ChatRequest) -> list[int]:
+    tokenizer = engine.tokenizer
+    text = tokenizer.render_chat(
+        chat.messages,
+        add_generation_prompt=chat.add_generation_prompt,
+        **(chat.chat_template_kwargs or {}),
+    )
+    if not text:
+        raise RequestError(
+            "Expected messages that give a prompt, found that the chat template writes nothing.",
+            param="messages",
+            code="empty",
+        )
+    _check_length(engine, text, "messages")
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _check_length(engine: Engine, text: str, param: str) -> None:
+    """Refuse a text that is far too long without tokenising all of it."""
+    most = engine.max_model_len
+    if engine.tokenizer.surely_exceeds(text, most):
+        raise RequestError(
+            f"Expected a prompt of at most {most - 1} tokens, because the model's window holds "
+            f"{most} tokens, prompt and answer together; found a text of {len(text)} characters, "
+            "which has more.",
+            remedy="Shorten the prompt.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
 async def _encode_prompt(
     engine: Engine, prompt: str | tuple[int, ...], add_special_tokens: bool
 ) -> Sequence[int]:
@@ -213,7 +232,7 @@ async def _encode_prompt(
                     )
         return prompt
     tokenizer = engine.tokenizer
-    prompt_ids = await asyncio.to_thread(_encode_text, tokenizer, prompt, add_special_tokens)
+    prompt_ids = await asyncio.to_thread(_encode_text, engine, prompt, add_special_tokens)
     bos = tokenizer.bos_token_id
     if bos is not None and add_special_tokens and prompt_ids[:2] == [bos, bos]:
         logger.warning(
@@ -223,12 +242,10 @@ async def _encode_prompt(
     return prompt_ids
 
 
-def _encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    try:
-        prompt_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    except RequestError as error:
-        error.param = "prompt"
-        raise
+def _encode_text(engine: Engine, text: str, add_special_tokens: bool) -> list[int]:
+    tokenizer = engine.tokenizer
+    _check_length(engine, text, "prompt")
+    prompt_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     if not prompt_ids and add_special_tokens and tokenizer.bos_token_id is not None:
         return [tokenizer.bos_token_id]
     if not prompt_ids:

@@ -1,0 +1,227 @@
+"""Every declared field has a range that is kept, and no field is ever ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treadle.ir.errors import RequestError
+from treadle.runtime.request import SamplingParams
+from treadle.server import schema
+from treadle.server.schema import ChatRequest, CompletionRequest, parse_request
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+COMPLETION = {"prompt": "hi"}
+KINDS: list[tuple[type[Any], dict[str, Any]]] = [
+    (ChatRequest, CHAT),
+    (CompletionRequest, COMPLETION),
+]
+
+
+def parse(kind: type[Any], **body: Any) -> Any:
+    return parse_request(kind, json.dumps(body).encode())
+
+
+def refused(kind: type[Any], **body: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        parse(kind, **body)
+    return caught.value
+
+
+# Each field, with values it must take and values it must refuse.
+RANGES: dict[str, tuple[list[Any], list[Any]]] = {
+    "model": (["tiny", "org/name"], [5, "x" * 513, ["tiny"]]),
+    "max_tokens": ([1, 2**31 - 1], [0, -1, "5", 2.5, True, 2**31]),
+    "max_completion_tokens": ([1], [0, -1, "5", 2.5, False]),
+    "temperature": ([0, 1e-8, 2], [-0.1, 2.5, "0", True, [1]]),
+    "top_p": ([0, 0.5, 1], [-0.1, 1.1, "1"]),
+    "top_k": ([-1, 0, 50], [-2, 1.5, "5"]),
+    "min_p": ([0, 1], [-0.1, 1.1]),
+    "seed": ([0, -(2**63), 2**63 - 1], [2**63, 1.0, "1"]),
+    "stop": (["a", ["a", "b"], []], ["", [""], 5, [5], ["a"] * 33, "x" * 1025, {"a": 1}]),
+    "stop_token_ids": ([[], [0, 5]], [[-1], [1.5], ["a"], 5, list(range(129))]),
+    "ignore_eos": ([True, False], [1, "true"]),
+    "min_tokens": ([0, 5], [-1, 0.5]),
+    "include_stop_str_in_output": ([True], [0]),
+    "n": ([1, 128], [0, 129, 10**6, 1.0]),
+    "stream": ([True], ["yes", 1]),
+    "user": (["u"], [5]),
+    "store": ([True], ["yes"]),
+    "metadata": ([{"a": "b"}], []),
+    "frequency_penalty": ([0, 0.0], [0.5, -1, "0", False]),
+    "presence_penalty": ([0], [0.1]),
+    "repetition_penalty": ([1, 1.0], [1.1, True]),
+    "logit_bias": ([{}], [{"5": 1}, []]),
+    "service_tier": (["auto"], ["flex"]),
+}
+CHAT_RANGES: dict[str, tuple[list[Any], list[Any]]] = {
+    "logprobs": ([False], [True, 0, 1]),
+    "top_logprobs": ([0], [2]),
+    "response_format": ([{"type": "text"}], [{"type": "json_object"}, "text"]),
+    "tools": ([[]], [[{"type": "function"}], {}]),
+    "tool_choice": (["none", "auto"], ["required", {"type": "function"}]),
+    "parallel_tool_calls": ([True, False], [1]),
+    "functions": ([[]], [[{}]]),
+    "reasoning_effort": ([], ["low"]),
+    "add_generation_prompt": ([True, False], ["no"]),
+    "chat_template_kwargs": ([{}, {"enable_thinking": False}], [[], {"tools": []}]),
+}
+COMPLETION_RANGES: dict[str, tuple[list[Any], list[Any]]] = {
+    "logprobs": ([], [0, 1, True]),
+    "echo": ([False], [True]),
+    "best_of": ([1], [2]),
+    "suffix": ([""], ["end"]),
+    "add_special_tokens": ([True, False], [1]),
+}
+ALL_RANGES = [
+    (kind, base, field, good, bad)
+    for kind, base in KINDS
+    for field, (good, bad) in (
+        RANGES | (CHAT_RANGES if kind is ChatRequest else COMPLETION_RANGES)
+    ).items()
+]
+
+
+@pytest.mark.parametrize(("kind", "base", "field", "good", "bad"), ALL_RANGES)
+def test_a_fields_range_is_kept(
+    kind: type[Any], base: dict, field: str, good: list[Any], bad: list[Any]
+) -> None:
+    for value in [*good, None]:
+        parse(kind, **base, **{field: value})
+    for value in bad:
+        error = refused(kind, **base, **{field: value})
+        assert (error.param or "").split(".")[0] == field
+        assert field in error.message
+
+
+@pytest.mark.parametrize(("kind", "base"), KINDS)
+def test_every_field_that_has_no_range_here_is_tested_elsewhere(
+    kind: type[Any], base: dict
+) -> None:
+    del base
+    tested = set(RANGES) | set(CHAT_RANGES) | set(COMPLETION_RANGES)
+    declared = {field.name for field in dataclasses.fields(kind)}
+    assert declared - tested <= {"messages", "prompt", "stream_options"}
+
+
+@pytest.mark.parametrize(("kind", "base"), KINDS)
+def test_an_unknown_field_is_refused_by_name(kind: type[Any], base: dict) -> None:
+    error = refused(kind, **base, temprature=1)
+    assert (error.param, error.code) == ("temprature", "unknown_field")
+    assert "`temperature`" in error.remedy
+    assert refused(kind, **base, extra_body={}).param == "extra_body"
+
+
+@pytest.mark.parametrize(("kind", "base"), KINDS)
+def test_null_means_the_default(kind: type[Any], base: dict) -> None:
+    nulls = {f.name: None for f in dataclasses.fields(kind) if f.name not in base}
+    assert parse(kind, **base, **nulls) == parse(kind, **base)
+    for name in base:
+        assert refused(kind, **{name: None}).param == name
+        assert refused(kind).param == name
+
+
+def test_defaults_are_those_of_openai() -> None:
+    assert parse(ChatRequest, **CHAT).sampling() == SamplingParams()
+
+
+@settings(deadline=None)
+@given(value=st.floats() | st.integers() | st.text() | st.booleans() | st.lists(st.integers()))
+def test_a_temperature_is_taken_or_refused_and_never_bent(value: Any) -> None:
+    body = json.dumps(CHAT | {"temperature": value}).encode()
+    is_good = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and 0 <= value <= 2
+    )
+    if is_good:
+        assert parse_request(ChatRequest, body).temperature == value
+    else:
+        with pytest.raises(RequestError):
+            parse_request(ChatRequest, body)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+NAMES = sorted(
+    {field.name for kind, _ in KINDS for field in dataclasses.fields(kind)}
+    | {"role", "content", "tool_calls", "type", "text", "function", "arguments"}
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    body=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4),
+    messages=JSON | st.lists(st.dictionaries(st.sampled_from(NAMES), JSON), max_size=3),
+)
+def test_any_json_gives_a_request_or_a_request_error(body: Any, messages: Any) -> None:
+    for kind, base in KINDS:
+        for data in (body, {**base, **body}, {**body, "messages": messages}):
+            try:
+                parse_request(kind, json.dumps(data).encode())
+            except RequestError as error:
+                assert len(str(error)) < 2_000
+
+
+def test_min_tokens_above_max_tokens_is_refused() -> None:
+    assert refused(ChatRequest, **CHAT, min_tokens=5, max_tokens=4).param == "min_tokens"
+
+
+def test_stream_options_are_checked() -> None:
+    good = {"include_usage": True, "include_obfuscation": False}
+    assert parse(ChatRequest, **CHAT, stream=True, stream_options=good).stream_options
+    for bad, param in [
+        ({"include_usage": 1}, "stream_options.include_usage"),
+        ({"include_obfuscation": True}, "stream_options.include_obfuscation"),
+        ({"usage": True}, "stream_options.usage"),
+        ([], "stream_options"),
+    ]:
+        assert refused(ChatRequest, **CHAT, stream=True, stream_options=bad).param == param
+
+
+def test_an_answer_can_be_sent_back_as_it_came() -> None:
+    answer = {
+        "role": "assistant",
+        "content": "yes",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    }
+    (_, message) = parse(ChatRequest, messages=[*CHAT["messages"], answer]).messages
+    assert message == {"role": "assistant", "content": "yes"}
+
+
+@pytest.mark.parametrize("arguments", ['{"a": [1]}', {"a": [1]}])
+def test_arguments_of_calls_reach_the_template_as_objects(arguments: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    turn = {"role": "assistant", "tool_calls": [call]}
+    (_, message) = parse(ChatRequest, messages=[*CHAT["messages"], turn]).messages
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": [1]}}
+    assert message["content"] == ""
+
+
+@pytest.mark.parametrize("arguments", ["{", "5", "[1]", 5, '{"a": NaN'])
+def test_arguments_that_are_no_object_are_refused_by_name(arguments: Any) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    error = refused(ChatRequest, messages=[{"role": "assistant", "tool_calls": [call]}])
+    assert error.param == "messages.0.tool_calls.0.function.arguments"
+
+
+def test_the_reference_page_lists_every_field() -> None:
+    for kind, base in KINDS:
+        rows = {row[0]: row for row in schema.describe(kind)}
+        assert set(rows) >= {field.name for field in dataclasses.fields(kind)}
+        assert all(all(row) for row in rows.values())
+        assert [rows[name][2] for name in base] == ["required"]
