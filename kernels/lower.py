@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from treadle.ir import ops
 from treadle.ir.cost import op_cost
@@ -15,7 +16,7 @@ from treadle.ir.errors import LoweringError
 from treadle.ir.graph import Graph, Op
 from treadle.ir.types import DTYPE_BYTES
 from treadle.kernels.emit import Fact, Header, Hooks, emit_module, read_template
-from treadle.kernels.epilogue import lower_linear
+from treadle.kernels.epilogue import FusedLinear, lower_linear
 from treadle.kernels.schedule import (
     Schedule,
     Sizes,
@@ -59,28 +60,50 @@ class Candidate:
 
     def emit(self) -> str:
         """Write the kernel's module; equal candidates give equal text."""
-        return emit_module(
-            read_template(self.template),
-            name=self.name,
-            shape=self.shape,
-            schedule=self.schedule,
-            header=self.header,
-            hooks=self.hooks,
-            operands=self.operands,
+        return _emit(
+            self.template,
+            self.name,
+            tuple(self.shape.items()),
+            tuple(self.schedule.items()),
+            self.header,
+            tuple((name, tuple(lines)) for name, lines in self.hooks.items()),
+            self.operands,
         )
+
+
+@lru_cache(maxsize=4096)  # the layers of a model ask for the same text again and again
+def _emit(
+    template: str,
+    name: str,
+    shape: tuple[tuple[str, Fact], ...],
+    schedule: tuple[tuple[str, int | bool], ...],
+    header: Header,
+    hooks: tuple[tuple[str, tuple[str, ...]], ...],
+    operands: tuple[str, ...],
+) -> str:
+    return emit_module(
+        read_template(template),
+        name=name,
+        shape=dict(shape),
+        schedule=dict(schedule),
+        header=header,
+        hooks=dict(hooks),
+        operands=operands,
+    )
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Say where a kernel will run: the largest dims of its bucket, the step and the target."""
+    """Say where a kernel will run: the largest dims of its bucket, the step, target and GPU."""
 
     dims: Mapping[str, int]
     step: str
     target: str
+    architecture: str = ""
 
 
-def lower(op: Op, graph: Graph, where: Situation) -> tuple[Candidate, ...]:
-    """Give the candidates for an op of a fused graph, the default first.
+def lower(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    """Yield the candidates for an op of a fused graph, the default first; at least one.
 
     Raises: LoweringError: no template covers it; the message names what stands in the way.
     """
@@ -92,12 +115,12 @@ def lower(op: Op, graph: Graph, where: Situation) -> tuple[Candidate, ...]:
             remedy=f"Templates exist for {', '.join(sorted(_LOWERINGS))}.",
         )
     header = _header(op, graph)
-    candidates = tuple(
-        replace(candidate, header=header) for candidate in _LOWERINGS[anchor](op, graph, where)
-    )
-    if not candidates:
+    found = False
+    for candidate in _LOWERINGS[anchor](op, graph, where):
+        found = True
+        yield replace(candidate, header=header)
+    if not found:
         raise LoweringError(f"No schedule fits `{op.name}`, a {anchor}, in {dict(where.dims)}.")
-    return candidates
 
 
 def _kernel_name(op: Op) -> str:
@@ -164,10 +187,14 @@ def _lower_linear(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]
         feature_multiple=2 * glu.params.interleave if glu else 1,
         element_bytes=DTYPE_BYTES[weight.dtype],
     )
-    for template, schedule in matmul_choices(sizes, where.target):
+    lowered: dict[str, FusedLinear] = {}
+    for template, schedule in matmul_choices(sizes, where.target, where.architecture):
         if has_norm and template != "gemv":
             continue
-        fused = lower_linear(template, op, graph.types)
+        if template not in lowered:
+            lowered[template] = lower_linear(template, op, graph.types)
+        fused = lowered[template]
+        scratch = _split_scratch(sizes, schedule) if "SPLIT_K" in schedule else ()
         yield Candidate(
             name=_kernel_name(op),
             template=template,
@@ -176,11 +203,21 @@ def _lower_linear(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]
             arguments={
                 **_values(("x", "w", *fused.operands), fused.inputs),
                 "y": f"value:{op.outputs[0]}",
+                **{each.name: f"scratch:{each.name}" for each in scratch},
                 "num_tokens": f"size:{size}",
             },
+            scratch=scratch,
             hooks=fused.hooks,
             operands=fused.operands,
         )
+
+
+def _split_scratch(sizes: Sizes, schedule: Schedule) -> tuple[Scratch, Scratch]:
+    """Give the room for the parts of K, and the counters of how many of them have arrived."""
+    block_m, block_n, split = (int(schedule[k]) for k in ("BLOCK_M", "BLOCK_N", "SPLIT_K"))
+    tiles = -(-sizes.rows // block_m) * -(-sizes.num_features // block_n)
+    partials = split * tiles * block_m * block_n if split > 1 else 1
+    return Scratch("partials", "f32", partials), Scratch("counters", "i32", tiles)
 
 
 # --- attention ----------------------------------------------------------------------------------

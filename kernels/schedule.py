@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 Schedule = dict[str, int | bool]
 
+NUM_MULTIPROCESSORS = 132  # of an H100 or H200; a guess elsewhere
 GEMV_ROWS = 4  # beyond it tensor cores win
-SKINNY_ROWS = 128  # beyond it the tokens are the left operand
+SKINNY_ROWS = 256  # beyond it the tokens are the left operand
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Give the sizes that a schedule depends on: those of a matmul, and the dtype's bytes."""
+    """Give the sizes that a matmul's schedule depends on; `feature_multiple` divides BLOCK_N."""
 
     rows: int
     num_features: int
@@ -33,14 +34,24 @@ def power_of_two(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
 
-def matmul_choices(sizes: Sizes, target: str) -> Iterator[tuple[str, Schedule]]:
+def matmul_choices(sizes: Sizes, target: str, architecture: str) -> Iterator[tuple[str, Schedule]]:
     """Yield (template, schedule) for a linear of these sizes, the best guess first."""
     if target == "interpret":
         yield _interpreted_matmul(sizes)
         return
+    has_tma = architecture in ("sm_90", "sm_100") and sizes.num_inputs * sizes.element_bytes % 16 == 0
     if sizes.rows <= GEMV_ROWS:
         yield from (("gemv", schedule) for schedule in _gemv(sizes))
-    yield from (("matmul", schedule) for schedule in _matmul(sizes))
+    if sizes.rows <= SKINNY_ROWS:
+        skinny = [("matmul_skinny", schedule) for schedule in _skinny(sizes, _POINTER_TILES)]
+        if has_tma:
+            by_tma = [("matmul_skinny_tma", schedule) for schedule in _skinny(sizes, _TMA_TILES)]
+            skinny = by_tma + skinny if sizes.rows > 8 else skinny + by_tma
+        yield from skinny
+    if sizes.rows > 64:
+        if has_tma:
+            yield from (("matmul_tma", schedule) for schedule in _matmul_tma(sizes))
+        yield from (("matmul", schedule) for schedule in _matmul(sizes))
 
 
 def _interpreted_matmul(sizes: Sizes) -> tuple[str, Schedule]:
@@ -50,39 +61,88 @@ def _interpreted_matmul(sizes: Sizes) -> tuple[str, Schedule]:
     common: Schedule = {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": 4, "num_stages": 1}
     if sizes.rows <= GEMV_ROWS:
         return "gemv", {"ROWS": sizes.rows, "USE_PDL": False, **common}
-    return "matmul", {"BLOCK_M": max(16, min(power_of_two(sizes.rows), 64)), "GROUP_M": 1, **common}
+    block_m = max(16, min(power_of_two(sizes.rows), 64))
+    if sizes.rows <= 16:
+        # Two splits, so that the reduction over splits is exercised too.
+        split = {"SPLIT_K": 2, "USE_PDL": False, "BLOCK_M": block_m}
+        return "matmul_skinny", {**split, **common, "BLOCK_K": max(16, block_k // 2)}
+    return "matmul", {"BLOCK_M": block_m, "GROUP_M": 1, **common}
 
 
 def _gemv(sizes: Sizes) -> Iterator[Schedule]:
     """Tall tiles for wide rows: 4 to 32 bytes times 128 to 256 threads in flight per row."""
     widest = power_of_two(sizes.num_inputs)
     shapes = [(16, 512, 8), (16, 1024, 8), (16, 256, 4), (32, 512, 8), (8, 1024, 8), (32, 256, 4)]
+    shapes += [(8, 512, 4), (4, 1024, 4), (16, 512, 4), (8, 1024, 4), (4, 2048, 8), (8, 2048, 8)]
     if sizes.num_inputs > 8192:
         shapes = [(16, 1024, 8), *shapes]
     if sizes.num_features > 16384:
         shapes = [(16, 256, 4), *shapes]
-    seen = set()
-    for block_n, block_k, warps in shapes:
-        chosen = (max(block_n, sizes.feature_multiple), min(block_k, widest), warps)
-        if chosen in seen:
-            continue
-        seen.add(chosen)
+    chosen = dict.fromkeys(
+        (max(block_n, sizes.feature_multiple), min(block_k, widest), warps)
+        for block_n, block_k, warps in shapes
+    )
+    for block_n, block_k, warps in chosen:
         for use_pdl in (True, False):
             yield {
                 "ROWS": sizes.rows,
-                "BLOCK_N": chosen[0],
-                "BLOCK_K": chosen[1],
+                "BLOCK_N": block_n,
+                "BLOCK_K": block_k,
                 "USE_PDL": use_pdl,
                 "num_warps": warps,
                 "num_stages": 1,
             }
 
 
+# (BLOCK_N, BLOCK_K, warps, stages), the best over the projections of an 8B model first
+_POINTER_TILES = [
+    (64, 128, 4, 4),
+    (128, 128, 8, 4),
+    (64, 256, 4, 3),
+    (128, 64, 4, 6),
+    (32, 256, 4, 4),
+    (64, 64, 4, 8),
+]
+_TMA_TILES = [
+    (64, 128, 4, 4),
+    (64, 256, 4, 3),
+    (64, 128, 4, 6),
+    (128, 64, 4, 6),
+    (128, 128, 8, 4),
+    (64, 64, 4, 8),
+]
+_MAX_SHARED_BYTES = 227 * 1024
+
+
+def _skinny(sizes: Sizes, tiles: list[tuple[int, int, int, int]]) -> Iterator[Schedule]:
+    """Weights on the left; K is split where the features alone don't fill the GPU."""
+    block_m = min(max(16, power_of_two(sizes.rows)), 128)
+    blocks_m = [block_m] if sizes.rows > 8 else [block_m, 8]
+    for index, (block_n, block_k, warps, stages) in enumerate(tiles):
+        programs = -(-sizes.num_features // block_n)
+        fitting = [
+            split for split in (1, 2, 4, 8) if sizes.num_inputs >= 2 * block_k * split or split == 1
+        ]
+        # The first guess fills the multiprocessors about twice.
+        fitting.sort(key=lambda split: abs(programs * split - 2 * NUM_MULTIPROCESSORS))  # noqa: B023
+        for tile_m in blocks_m if index < 3 else blocks_m[:1]:
+            if (block_n + tile_m) * block_k * sizes.element_bytes * stages > _MAX_SHARED_BYTES:
+                continue
+            for split in fitting[:2]:
+                for use_pdl in (False, True) if index < 3 else (False,):
+                    yield {
+                        "BLOCK_M": tile_m,
+                        "BLOCK_N": block_n,
+                        "BLOCK_K": min(block_k, max(16, power_of_two(sizes.num_inputs))),
+                        "SPLIT_K": split,
+                        "USE_PDL": use_pdl,
+                        "num_warps": warps,
+                        "num_stages": stages,
+                    }
+
+
 def _matmul(sizes: Sizes) -> Iterator[Schedule]:
-    if sizes.rows <= 64:
-        shapes = [(64, 64, 64, 4, 4), (64, 64, 128, 4, 3), (64, 128, 64, 4, 4)]
-    else:
-        shapes = [(128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (64, 128, 64, 4, 4)]
+    shapes = [(128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (64, 128, 64, 4, 4)]
     for block_m, block_n, block_k, warps, stages in shapes:
         yield {
             "BLOCK_M": block_m,
@@ -94,10 +154,23 @@ def _matmul(sizes: Sizes) -> Iterator[Schedule]:
         }
 
 
+def _matmul_tma(sizes: Sizes) -> Iterator[Schedule]:
+    shapes = [(128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 64, 64, 4, 5), (128, 128, 64, 4, 4)]
+    if sizes.rows <= 256:
+        shapes = [(128, 128, 64, 8, 4), (128, 64, 64, 4, 5), *shapes]
+    for block_m, block_n, block_k, warps, stages in dict.fromkeys(shapes):
+        yield {
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
+            "GROUP_M": 8,
+            "NUM_PROGRAMS": NUM_MULTIPROCESSORS,
+            "num_warps": warps,
+            "num_stages": stages,
+        }
+
+
 # --- attention ----------------------------------------------------------------------------------
-
-NUM_MULTIPROCESSORS = 132  # of an H100 or H200; a guess elsewhere
-
 
 def attention_decode_schedules(
     shape: Mapping[str, object], dims: Mapping[str, int], target: str

@@ -144,7 +144,9 @@ def compile_model(
             (folder / "graph" / f"{step}.authored.ir").write_text(print_graph(graph))
         for form, graph in compilation.fused.items():
             (folder / "graph" / f"{form}.ir").write_text(print_graph(graph))
-        plan = planner.plan_programs(compilation.fused, engine, report)
+        plan = planner.plan_programs(
+            compilation.fused, engine, report, architecture=manifest.architecture
+        )
         plan.write(folder)
         artifacts.finish_manifest(folder, manifest)
     return CompileResult(artifacts.open_artifact(out), was_current=False)

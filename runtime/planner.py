@@ -6,7 +6,7 @@ Called by the compiler; what it writes, `loading.py` reads. Knows kernels only t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,20 +83,22 @@ def read_plan(data: Mapping[str, Any]) -> Plan:
     return Plan(programs, scratch)
 
 
-Choose = Callable[[Op, Graph, Situation, tuple[Candidate, ...]], Candidate]
+Choose = Callable[[Op, Graph, Situation, Iterator[Candidate]], Candidate]
 
 
 def first_candidate(
-    op: Op, graph: Graph, where: Situation, candidates: tuple[Candidate, ...]
+    op: Op, graph: Graph, where: Situation, candidates: Iterator[Candidate]
 ) -> Candidate:
     """Choose the default: what is used where nothing was tuned."""
-    return candidates[0]
+    return next(candidates)
 
 
 def plan_programs(
     graphs: Mapping[str, Graph],
     engine: EngineConfig,
     report: Callable[[str], None] = lambda phase: None,
+    *,
+    architecture: str = "",
     choose: Choose = first_candidate,
 ) -> Plan:
     """Plan a program per bucket; lower and emit kernels unless the target is `reference`.
@@ -110,10 +112,10 @@ def plan_programs(
                 ProgramPlan("mixed", engine.max_step_tokens, "mixed"),
             )
         )
-    planner = _Planner(engine, choose)
+    planner = _Planner(engine, architecture, choose)
     programs = []
     for rows in decode_buckets(engine.max_rows):
-        form = "decode.few" if rows <= GEMV_ROWS else "decode"
+        form = decode_form(rows)
         report(f"planning the decode step of {rows} sequences")
         programs.append(planner.plan("decode", rows, form, graphs[form]))
     for tokens in mixed_buckets(engine.max_step_tokens):
@@ -122,18 +124,39 @@ def plan_programs(
     return Plan(tuple(programs), planner.scratch, planner.modules)
 
 
+def decode_form(rows: int) -> str:
+    """Name the form of graph that a decode step of so many sequences uses."""
+    return "decode.few" if rows <= GEMV_ROWS else "decode"
+
+
+def plan_one(
+    engine: EngineConfig,
+    step: str,
+    bucket: int,
+    form: str,
+    graph: Graph,
+    architecture: str,
+    choose: Choose,
+) -> Plan:
+    """Plan a single program: what the tuner varies."""
+    planner = _Planner(engine, architecture, choose)
+    program = planner.plan(step, bucket, form, graph)
+    return Plan((program,), planner.scratch, planner.modules)
+
+
 class _Planner:
     """Collect modules and scratch over all programs."""
 
-    def __init__(self, engine: EngineConfig, choose: Choose) -> None:
+    def __init__(self, engine: EngineConfig, architecture: str, choose: Choose) -> None:
         self.engine = engine
+        self.architecture = architecture
         self.choose = choose
         self.modules: dict[str, str] = {}
         self.scratch: dict[str, tuple[str, int]] = {}
 
     def plan(self, step: str, bucket: int, form: str, graph: Graph) -> ProgramPlan:
         dims = bucket_dims(self.engine, step, bucket)
-        where = Situation(dims, step, self.engine.target)
+        where = Situation(dims, step, self.engine.target, self.architecture)
         launches = []
         for op in graph.ops:
             candidate = self.choose(op, graph, where, lower(op, graph, where))

@@ -1,0 +1,85 @@
+"""Planned launches → compile jobs, and the binaries that an artifact carries.
+
+Called by the compiler and the tuner. Needs no GPU: the jobs say types, not tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from treadle.ir.errors import KernelError
+from treadle.ir.graph import Graph
+from treadle.ir.types import TensorType
+from treadle.kernels.cross_compile import Argument, Job, Outcome, compile_many
+from treadle.kernels.load import load_module
+from treadle.runtime.config import EngineConfig
+from treadle.runtime.planner import LaunchPlan, Plan, bucket_dims
+
+BINARIES = "binaries"
+
+
+def launch_arguments(
+    launch: LaunchPlan,
+    path: Path,
+    graph: Graph,
+    scratch: Mapping[str, tuple[str, int]],
+    dims: Mapping[str, int],
+) -> tuple[Argument, ...]:
+    """Give the types that a launch passes to its module, in the order of its parameters."""
+    module = load_module(path, launch.kernel.partition(".")[0])
+    found: list[Argument] = []
+    for parameter in inspect.signature(module.launch).parameters:
+        kind, _, name = launch.arguments[parameter].partition(":")
+        if kind == "size":
+            found.append(dims[name])
+        elif kind == "none":
+            found.append(None)
+        elif kind == "scratch":
+            dtype, elements = scratch[name]
+            found.append(str(TensorType((elements,), dtype)))
+        else:
+            type_ = graph.types[name]
+            found.append(str(TensorType(type_.bound_shape(dims), type_.dtype)))
+    return tuple(found)
+
+
+def jobs_of(
+    plan: Plan,
+    graphs: Mapping[str, Graph],
+    engine: EngineConfig,
+    kernels: Path,
+    architecture: str,
+) -> list[Job]:
+    """Give one job per kernel of the plan; buckets and layers that share a module share its binary."""
+    jobs: dict[str, Job] = {}
+    for program in plan.programs:
+        dims = bucket_dims(engine, program.step, program.bucket)
+        for launch in program.launches:
+            if launch.kernel in jobs:
+                continue
+            path = kernels / f"{launch.kernel}.py"
+            arguments = launch_arguments(launch, path, graphs[program.form], plan.scratch, dims)
+            jobs[launch.kernel] = Job(str(path), architecture, arguments)
+    return list(jobs.values())
+
+
+def compile_binaries(
+    jobs: Sequence[Job],
+    triton_cache: Path,
+    report: Callable[[str], None] = lambda phase: None,
+) -> Iterator[Outcome]:
+    """Compile all jobs in parallel into a Triton cache folder and yield their outcomes.
+
+    Raises: KernelError: the first kernel that does not compile; names it and why.
+    """
+    for number, outcome in enumerate(compile_many(jobs, triton_cache=triton_cache), start=1):
+        if outcome.error:
+            raise KernelError(
+                f"{Path(outcome.job.path).stem} does not compile for {outcome.job.target}: "
+                f"{outcome.error}",
+                remedy="This is a fault of Treadle; please report it with the kernel's file.",
+            )
+        report(f"compiling kernels ({number} of {len(jobs)})")
+        yield outcome

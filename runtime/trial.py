@@ -1,0 +1,109 @@
+"""Engines without tokenizer, scheduler and checkpoint: random weights, real shapes, real programs.
+
+The tuner times them, `verify` checks kernels with them, benchmarks measure them: what runs is what
+`serve` runs. Speed does not depend on the weights' values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from treadle.ir.graph import Graph, Weight
+from treadle.runtime import planner
+from treadle.runtime.config import EngineConfig
+from treadle.runtime.state import DeviceState, allocate_state, cache_values
+from treadle.runtime.triton_program import GraphedProgram, TritonProgram, Workspace
+from treadle.runtime.weights import TORCH_DTYPES, rope_table
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Programs, state and weights of an engine on trial."""
+
+    engine: EngineConfig
+    graphs: Mapping[str, Graph]
+    state: DeviceState
+    weights: Mapping[str, torch.Tensor]
+
+    def programs(
+        self, plan: planner.Plan, kernels: Path, workspace: Workspace
+    ) -> dict[tuple[str, int], TritonProgram]:
+        """Build the programs of a plan, by step and bucket."""
+        return {
+            (each.step, each.bucket): TritonProgram(
+                each,
+                self.graphs[each.form],
+                kernels,
+                self.state,
+                self.weights,
+                workspace,
+                planner.bucket_dims(self.engine, each.step, each.bucket),
+            )
+            for each in plan.programs
+        }
+
+    def fill(self, num_seqs: int, context_tokens: int) -> None:
+        """Give the first rows scattered pages of random keys and values, and this many tokens."""
+        state, device = self.state, self.state.packed.device
+        pages = -(-(context_tokens + self.engine.page_size) // self.engine.page_size)
+        order = torch.randperm(state.dims["P"], device=device)[: num_seqs * pages]
+        table = state.tensors["block_table"]
+        table[:num_seqs, :pages] = order.view(num_seqs, pages).to(table.dtype)
+        state.tensors["length"].fill_(context_tokens)
+        state.tensors["last_token"].random_(0, 256)
+        rows = state.tensors["seq_rows"]
+        rows.fill_(-1)
+        rows[:num_seqs] = torch.arange(num_seqs, device=device, dtype=rows.dtype)
+        for both in state.caches.values():
+            for cache in both:
+                cache.normal_()
+
+
+def random_weights(
+    weights: tuple[Weight, ...], window: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Fill every declared weight: matrices N(0, 0.02), vectors near 1, tied heads shared."""
+    made: dict[str, torch.Tensor] = {}
+    by_source: dict[str, torch.Tensor] = {}
+    for weight in weights:
+        if weight.rope:
+            made[weight.name] = rope_table(weight.rope, window).to(device)
+            continue
+        source = weight.fallback or weight.parts[0]
+        if source not in by_source:
+            shape = weight.type.bound_shape({})
+            values = torch.empty(shape, dtype=TORCH_DTYPES[weight.type.dtype], device=device)
+            by_source[source] = values.normal_(1.0 if len(shape) == 1 else 0.0, 0.02)
+        made[weight.name] = by_source[source]
+    return made
+
+
+def make_trial(
+    graphs: Mapping[str, Graph], engine: EngineConfig, num_pages: int, device: torch.device
+) -> Trial:
+    """Allocate state and random weights for the fused graphs of an engine."""
+    graph = next(iter(graphs.values()))
+    weights = random_weights(graph.weights, engine.max_context_tokens, device)
+    state = allocate_state(cache_values(graph), engine, num_pages, device)
+    return Trial(engine, graphs, state, weights)
+
+
+def time_graph_ms(program: GraphedProgram, trial: Trial, context_tokens: int, rounds: int) -> list[float]:
+    """Time replays of a captured decode step, each at the same context; milliseconds, in order."""
+    length = trial.state.tensors["length"]
+    stream = torch.cuda.current_stream()
+    times = []
+    for _ in range(rounds):
+        length.fill_(context_tokens)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+        program.run(0, 0)
+        end.record(stream)
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return times
+

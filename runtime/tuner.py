@@ -1,0 +1,233 @@
+"""Tune decode steps: time each kernel's candidates inside the whole step, where they will run.
+
+A kernel timed alone misleads: dependent launch, the cache and the neighbours' tails decide between
+candidates that are a few percent apart. So a step of a few layers is captured with one candidate
+changed, replayed, and the best is kept, kernel after kernel, the most expensive first. Candidates are
+compiled in parallel processes before any is timed, and one that gives a wrong result is thrown out.
+Called by `tune` and `compile`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from treadle.ir.errors import KernelError
+from treadle.ir.graph import Graph, Op
+from treadle.kernels.cross_compile import Job, compile_many
+from treadle.kernels.lower import Candidate, Situation, lower
+from treadle.kernels.tuned import TunedTable, tuning_key
+from treadle.runtime import planner
+from treadle.runtime.binaries import launch_arguments
+from treadle.runtime.config import EngineConfig
+from treadle.runtime.trial import Trial, make_trial, time_graph_ms
+from treadle.runtime.triton_program import GraphedProgram, Workspace, allocate_workspace
+from treadle.runtime.verify import TOLERANCES
+
+ROUNDS = 15
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Tell how one candidate did: the step's median and spread with it, or why it was thrown out."""
+
+    template: str
+    schedule: Mapping[str, int | bool]
+    step_ms: float = float("inf")
+    spread_ms: float = 0.0
+    failure: str = ""
+
+
+@dataclass
+class KernelTuning:
+    """Collect the timings of one kernel in one bucket; the first is the default's."""
+
+    key: str
+    kernel: str
+    launches: int
+    timings: list[Timing] = field(default_factory=list)
+
+    @property
+    def winner(self) -> Timing:
+        """The fastest candidate that gave right results."""
+        return min(self.timings, key=lambda timing: timing.step_ms)
+
+
+def tune_decode(
+    graphs: Mapping[str, Graph],
+    engine: EngineConfig,
+    bucket: int,
+    context_tokens: int,
+    table: TunedTable,
+    architecture: str,
+    report: Report = lambda phase: None,
+    passes: int = 1,
+) -> tuple[TunedTable, list[KernelTuning]]:
+    """Tune the decode step of `bucket` sequences and give the table with the winners added.
+
+    `graphs` are the fused graphs of a model cut to a few layers: enough that its weights exceed the
+    L2 cache, few enough that a step is short.
+    """
+    device = torch.device("cuda")
+    sized = replace(engine, max_rows=bucket, max_step_tokens=max(bucket, 16))
+    form = planner.decode_form(bucket)
+    pages = bucket * (-(-(context_tokens + engine.page_size) // engine.page_size) + 1)
+    trial = make_trial({form: graphs[form]}, sized, pages, device)
+    trial.fill(bucket, context_tokens)
+    session = _Session(trial, form, bucket, context_tokens, architecture, report)
+    for number in range(passes):
+        for tuning in session.tunings.values():
+            session.tune(tuning, number)
+    for tuning in session.tunings.values():
+        if tuning.timings:
+            table = table.with_choice(tuning.key, tuning.winner.template, tuning.winner.schedule)
+    return table, list(session.tunings.values())
+
+
+class _Session:
+    """Hold one bucket's trial: current choices, compiled candidates, the step's time so far."""
+
+    def __init__(
+        self,
+        trial: Trial,
+        form: str,
+        bucket: int,
+        context_tokens: int,
+        architecture: str,
+        report: Report,
+    ) -> None:
+        self.trial, self.form, self.bucket = trial, form, bucket
+        self.context_tokens, self.architecture, self.report = context_tokens, architecture, report
+        self.folder = Path(tempfile.mkdtemp(prefix="treadle-tune-"))
+        self.graph = trial.graphs[form]
+        dims = planner.bucket_dims(trial.engine, "decode", bucket)
+        self.where = Situation(dims, "decode", "cuda", architecture)
+        self.tunings: dict[str, KernelTuning] = {}
+        self.candidates: dict[str, list[Candidate]] = {}
+        self.chosen: dict[str, int] = {}
+        self._collect()
+        self.bad: dict[str, str] = {}
+        self._compile()
+        self.expected = self._logits(self._capture())
+
+    def _collect(self) -> None:
+        for op in self.graph.ops:
+            candidates = list(lower(op, self.graph, self.where))
+            key = tuning_key(candidates[0], op, self.graph, self.where)
+            if key in self.tunings:
+                self.tunings[key].launches += 1
+                continue
+            self.tunings[key] = KernelTuning(key, candidates[0].name, 1)
+            self.candidates[key] = candidates
+            self.chosen[key] = 0
+
+    def _choose(
+        self, op: Op, graph: Graph, where: Situation, candidates: Iterator[Candidate]
+    ) -> Candidate:
+        first = next(candidates)
+        wanted = self.chosen[tuning_key(first, op, graph, where)]
+        for _ in range(wanted):
+            first = next(candidates)
+        return first
+
+    def _plan(self) -> planner.Plan:
+        return planner.plan_one(
+            self.trial.engine,
+            "decode",
+            self.bucket,
+            self.form,
+            self.graph,
+            self.architecture,
+            self._choose,
+        )
+
+    def _compile(self) -> None:
+        """Compile every candidate of every kernel, in parallel; note those that fail."""
+        jobs: dict[str, Job] = {}
+        total = max(len(candidates) for candidates in self.candidates.values())
+        for index in range(total):
+            previous = dict(self.chosen)
+            self.chosen = {
+                key: min(index, len(candidates) - 1) for key, candidates in self.candidates.items()
+            }
+            plan = self._plan()
+            plan.write(self.folder)
+            for launch in plan.programs[0].launches:
+                if launch.kernel not in jobs:
+                    path = self.folder / "kernels" / f"{launch.kernel}.py"
+                    arguments = launch_arguments(
+                        launch, path, self.graph, plan.scratch, self.where.dims
+                    )
+                    jobs[launch.kernel] = Job(str(path), self.architecture, arguments)
+            self.chosen = previous
+        for number, outcome in enumerate(compile_many(list(jobs.values())), start=1):
+            if outcome.error:
+                self.bad[Path(outcome.job.path).stem] = outcome.error
+            self.report(f"compiling candidates ({number} of {len(jobs)})")
+
+    def _capture(self) -> GraphedProgram:
+        plan = self._plan()
+        for launch in plan.programs[0].launches:
+            if launch.kernel in self.bad:
+                raise KernelError(self.bad[launch.kernel])
+        plan.write(self.folder)
+        workspace: Workspace = allocate_workspace(plan, self.trial.state.packed.device)
+        programs = self.trial.programs(plan, self.folder / "kernels", workspace)
+        self.program = programs["decode", self.bucket]
+        self.trial.state.tensors["length"].fill_(self.context_tokens)
+        return GraphedProgram(self.program, torch.cuda.graph_pool_handle())
+
+    def _logits(self, program: GraphedProgram) -> torch.Tensor:
+        """Give the logits of a step from one fixed state, to compare candidates by."""
+        tensors = self.trial.state.tensors
+        tensors["length"].fill_(self.context_tokens)
+        tensors["last_token"].copy_(torch.arange(self.bucket) % 256)
+        values = program.run(0, 0)
+        torch.cuda.synchronize()
+        return values["logits"].clone()
+
+    def tune(self, tuning: KernelTuning, number: int) -> None:
+        """Time every candidate of one kernel in the step as it stands; keep the best."""
+        candidates = self.candidates[tuning.key]
+        if len(candidates) == 1:
+            return
+        current = self.chosen[tuning.key]
+        timings = []
+        for index, candidate in enumerate(candidates):
+            self.chosen[tuning.key] = index
+            timings.append(self._time(candidate))
+        best = min(range(len(timings)), key=lambda index: timings[index].step_ms)
+        if timings[best].failure:
+            best = current
+        # A gain inside the spread is noise: then what stands may stay.
+        gain = timings[current].step_ms - timings[best].step_ms
+        if gain <= min(timings[best].spread_ms, 0.002 * timings[best].step_ms):
+            best = current
+        self.chosen[tuning.key] = best
+        tuning.timings = [timings[best], *(t for i, t in enumerate(timings) if i != best)]
+        self.report(
+            f"tuned {tuning.kernel} ×{tuning.launches}: {timings[best].step_ms:.4f} ms a step, "
+            f"default {timings[0].step_ms:.4f}, {candidates[best].template} "
+            f"{dict(candidates[best].schedule)}"
+        )
+
+    def _time(self, candidate: Candidate) -> Timing:
+        try:
+            program = self._capture()
+            found = self._logits(program)
+            wide = self.expected.double()
+            error = float((found.double() - wide).norm() / wide.norm())
+            if not error <= TOLERANCES[torch.bfloat16] * 3:
+                reason = f"wrong logits, relative error {error:.3g}"
+                return Timing(candidate.template, candidate.schedule, failure=reason)
+            times = sorted(time_graph_ms(program, self.trial, self.context_tokens, ROUNDS))
+        except KernelError as error:
+            return Timing(candidate.template, candidate.schedule, failure=str(error)[:300])
+        spread = times[int(0.75 * ROUNDS)] - times[int(0.25 * ROUNDS)]
+        return Timing(candidate.template, candidate.schedule, statistics.median(times), spread)
