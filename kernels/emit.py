@@ -13,7 +13,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from treadle.ir.errors import LoweringError
@@ -71,10 +71,12 @@ class Template:
         """The hooks that need lines."""
         return frozenset(name for name, _ in self.hook_calls)
 
-    @property
+    @cached_property
     def identifiers(self) -> frozenset[str]:
         """All names that occur in the file: hook lines may use them, and must not reuse them."""
-        return frozenset(re.findall(r"[A-Za-z_]\w*", "\n".join(self.lines)))
+        nodes = list(ast.walk(ast.parse("\n".join(self.lines))))
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        return frozenset(names | {node.arg for node in nodes if isinstance(node, ast.arg)})
 
 
 def template_names() -> tuple[str, ...]:
@@ -128,7 +130,7 @@ def parse_template(stem: str, text: str) -> Template:
         tuple(_definition_span(node) for node in definitions.values()),
         calls,
         kernels,
-        tuple(_operand_lines(functions, kernels, launches)),
+        tuple(_operand_lines(text.splitlines(), functions, launches)),
     )
 
 
@@ -245,24 +247,23 @@ def _launches(launch: ast.FunctionDef) -> Iterator[ast.Call]:
 
 
 def _operand_lines(
-    functions: Mapping[str, ast.FunctionDef], kernels: tuple[str, ...], launches: list[ast.Call]
+    lines: Sequence[str], functions: Mapping[str, ast.FunctionDef], launches: Sequence[ast.Call]
 ) -> Iterator[tuple[int, str]]:
     """Yield the lines that extra operands go before, with the pattern of the inserted line.
 
-    They are `y_ptr,` (or `y_desc,`) in the kernel, `y: ...,` in `launch` and `y,` in its call, each
-    on a line of its own.
+    They are `y_ptr,` (or `y_desc,`) where the kernel and its parts take or pass it, `y: ...,` in
+    `launch` and the argument made of y in its call, each on a line of its own.
     """
-    if len(kernels) != 1 or kernels[0] not in functions:
-        return
-    for argument in functions[kernels[0]].args.args:
-        if argument.arg in ("y_ptr", "y_desc"):
-            yield argument.lineno, "    {}_ptr,"
+    for name, function in functions.items():
+        for number in range(function.lineno, (function.end_lineno or function.lineno) + 1):
+            line = lines[number - 1]
+            if name != "launch" and line.strip() in ("y_ptr,", "y_desc,"):
+                yield number, f"{_indent_of(line)}{{}}_ptr,"
     for argument in functions["launch"].args.args:
         if argument.arg == "y":
             yield argument.lineno, "    {}: torch.Tensor,"
-    for node in launches[0].args:
-        names = [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)]
-        if "y" in names or "y_desc" in names:
+    for node in launches[0].args if len(launches) == 1 else []:
+        if "y" in [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)]:
             yield node.lineno, "        {},"
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from treadle.ir.errors import LoweringError
 from treadle.ir.graph import Op
-from treadle.ir.types import TensorType
+from treadle.ir.types import DTYPE_BYTES, TensorType
 from treadle.kernels.emit import read_template
 
 # Extra operands, in the order that they have in `launch`: after x and w, before y.
@@ -24,13 +24,17 @@ OPERANDS = ("bias", "norm_weight", "residual")
 class Tile:
     """Say how a template holds its results: the axes of `acc`, and which one runs over features.
 
-    Every template names its index tensors `token` and `feature`, shaped to broadcast against `acc`.
-    `has_prologue` tells whether it lets an op change x on the way in.
+    Templates name their index tensors `token` and `feature`, shaped to broadcast against `acc`.
+    `has_prologue` tells whether one lets an op change x on the way in. `aligned` names the operands
+    that the bulk copy engine moves: their rows must be multiples of 16 bytes. A Gluon template
+    computes indices only where they are needed, and stores whole tiles.
     """
 
     axes: tuple[str, ...]
     feature_axis: int
     has_prologue: bool = False
+    aligned: tuple[str, ...] = ()
+    is_gluon: bool = False
 
     def index(self, vector: str) -> str:
         """Write a sum, a vector over features, so that it broadcasts against `acc`."""
@@ -57,9 +61,10 @@ TOKENS_LEFT = Tile(("BLOCK_M", "BLOCK_N"), 1)
 TILES: dict[str, Tile] = {
     "gemv": PER_TOKEN,
     "matmul": TOKENS_LEFT,
-    "matmul_tma": TOKENS_LEFT,
+    "matmul_tma": replace(TOKENS_LEFT, aligned=("x", "w")),
+    "matmul_gluon": replace(TOKENS_LEFT, aligned=("x", "w", "y"), is_gluon=True),
     "matmul_skinny": WEIGHTS_LEFT,
-    "matmul_skinny_tma": WEIGHTS_LEFT,
+    "matmul_skinny_tma": replace(WEIGHTS_LEFT, aligned=("x", "w")),
 }
 
 ACTIVATIONS: dict[str, str] = {
@@ -92,6 +97,7 @@ class _Chain:
     identifiers: frozenset[str]
     types: Mapping[str, TensorType]
     num_rows: int
+    num_inputs: int
     width: int
     result: str = ""  # the graph's name of the chain's latest result
     value: str = "acc"  # what the lines call it
@@ -143,9 +149,9 @@ def lower_linear(template: str, op: Op, types: Mapping[str, TensorType]) -> Fuse
         )
     (linear,) = anchors
     before, after = body[: body.index(linear)], body[body.index(linear) + 1 :]
-    num_rows, width = (int(dim) for dim in types[linear.inputs[1]].shape)  # type: ignore[arg-type]
+    num_rows, num_inputs = (int(dim) for dim in types[linear.inputs[1]].shape)  # type: ignore[arg-type]
     names = read_template(template).identifiers
-    chain = _Chain(template, TILES[template], names, types, num_rows, num_rows)
+    chain = _Chain(template, TILES[template], names, types, num_rows, num_inputs, num_rows)
 
     x, prologue = linear.inputs[0], _no_prologue()
     for inner in before:
@@ -172,17 +178,52 @@ def lower_linear(template: str, op: Op, types: Mapping[str, TensorType]) -> Fuse
         chain.result, chain.value = inner.outputs[0], target
     if not steps:
         chain.lines.append("y = acc")
-    if chain.column == "feature":
+    if chain.column == "feature" and not chain.tile.is_gluon:
         chain.lines.append("column = feature")
+    _check_rows(chain, op, types[linear.inputs[1]].dtype, types[op.outputs[0]].dtype)
 
     operands = tuple(kind for kind in OPERANDS if kind in chain.operands)
     return FusedLinear(
         operands,
         (x, linear.inputs[1], *(chain.operands[kind] for kind in operands)),
-        {"N": num_rows, "K": width, "N_OUT": chain.width},
-        {**(prologue if chain.tile.has_prologue else {}), "EPILOGUE": tuple(chain.lines)},
+        {"N": num_rows, "K": num_inputs, "N_OUT": chain.width},
+        {**(prologue if chain.tile.has_prologue else {}), "EPILOGUE": _epilogue_lines(chain)},
         chain.multiple,
     )
+
+
+def _check_rows(chain: _Chain, op: Op, dtype: str, out_dtype: str) -> None:
+    """Refuse what the template can't move: short rows, or operands that are not 16-bit in Gluon."""
+    if chain.tile.is_gluon and DTYPE_BYTES[dtype] != 2:
+        raise chain.refuse(op, f"it multiplies 16-bit numbers, not {dtype}")
+    row_bytes = {
+        "x": chain.num_inputs * DTYPE_BYTES[dtype],
+        "w": chain.num_inputs * DTYPE_BYTES[dtype],
+        "y": chain.width * DTYPE_BYTES[out_dtype],
+    }
+    for operand in chain.tile.aligned:
+        if row_bytes[operand] % 16:
+            reason = f"rows of {operand} have {row_bytes[operand]} bytes, not a multiple of 16"
+            raise chain.refuse(op, reason, "Use a template that loads by pointer.")
+
+
+def _epilogue_lines(chain: _Chain) -> tuple[str, ...]:
+    """Finish the lines: in Gluon, add the indices they use and name its own functions."""
+    if not chain.tile.is_gluon:
+        return tuple(chain.lines)
+    text = "\n".join(chain.lines)
+    indices = []
+    if re.search(r"\btoken\b", text):
+        indices += [
+            "tokens = tl.arange(0, BLOCK_M, layout=tl.SliceLayout(1, acc_layout))",
+            "token = first_token + tokens[:, None]  # [BLOCK_M, 1]",
+        ]
+    if re.search(r"\bfeature\b", text):
+        indices += [
+            "features = tl.arange(0, BLOCK_N, layout=tl.SliceLayout(0, acc_layout))",
+            "feature = pid_n * BLOCK_N + features[None, :]  # [1, BLOCK_N]",
+        ]
+    return tuple(re.sub(r"\btl\.", "gl.", line) for line in (*indices, *chain.lines))
 
 
 # --- before the linear --------------------------------------------------------------------------
@@ -226,6 +267,10 @@ def _bias(chain: _Chain, op: Op, target: str) -> None:
 
 
 def _add(chain: _Chain, op: Op, target: str) -> None:
+    if chain.tile.is_gluon and chain.column != "feature":
+        raise chain.refuse(
+            op, "after a `glu` its results lie otherwise than the template's indices"
+        )
     pointer = chain.operand(op, "residual", chain.other_operand(op))
     chain.lines += [
         f"inside = {chain.tile.inside(chain.column)}",
@@ -253,12 +298,13 @@ def _glu(chain: _Chain, op: Op, target: str) -> None:
     sizes = tile.sizes("BLOCK_N // 2")
     shape = f"({sizes})" if len(tile.axes) > 1 else f"({sizes},)"
     columns = "pid_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)"
+    place = [] if tile.is_gluon else [f"column = {tile.index(columns)}"]
     chain.lines += [
         f"pairs = tl.reshape({chain.value}, ({', '.join(split_axes)}))",
         f"gate, up = tl.split(tl.permute(pairs, ({', '.join(map(str, order))})))",
         f"gate = {ACTIVATIONS[act].format('gate')}",
         f"{target} = tl.reshape(gate * up, {shape})  # [{sizes}]",
-        f"column = {tile.index(columns)}",
+        *place,
     ]
     chain.column = "column"
     chain.width //= 2
@@ -273,7 +319,7 @@ POINTWISE: dict[str, Step] = {"add": _add, "glu": _glu}
 
 # What hook lines call their own temporaries; a graph's value of that name gets an underscore.
 _TEMPORARIES = {"bias", "column", "gate", "inside", "mean_square", "norm_weight", "pairs"}
-_TEMPORARIES |= {"residual", "residual_ptrs", "squares", "up", "y"}
+_TEMPORARIES |= {"features", "residual", "residual_ptrs", "squares", "tokens", "up", "y"}
 
 
 def _local(chain: _Chain, op: Op) -> str:

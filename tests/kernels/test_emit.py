@@ -27,7 +27,6 @@ from treadle.kernels.load import load_module, write_module
 from ..golden import Golden
 from .linear_cases import Case, emit_case
 
-GOLDEN_FORMS = ["", "bias glu add"]
 ROOT = Path(__file__).resolve().parents[2]
 
 TINY = '''"""Copy."""
@@ -127,6 +126,13 @@ def test_extra_operands_go_before_y_everywhere() -> None:
     assert "        x,\n        bias,\n        residual,\n        y,\n" in text
 
 
+def test_extra_operands_pass_through_the_parts_of_a_kernel() -> None:
+    text, _ = emit_case("matmul_gluon", Case("bias", dtype="bf16"))
+    assert text.count("bias_ptr,\n                    y_desc,") == 2
+    assert "def consume(\n    bias_ptr,\n    y_desc," in text
+    assert "        bias,\n        describe(y[:num_tokens]" in text
+
+
 def test_long_facts_take_a_line_each() -> None:
     facts = {f"LONG_NAME_{i}": i for i in range(12)}
     text = TINY.replace("N=4", ", ".join(f"{key}=0" for key in facts))
@@ -155,7 +161,7 @@ def test_same_arguments_give_same_bytes() -> None:
 def test_template_emits_with_its_own_facts(name: str) -> None:
     template = read_template(name)
     if template.hooks:
-        text, _ = emit_case(name, Case("bias glu add"))
+        text, _ = emit_case(name, Case("bias add", dtype="bf16"))
     else:
         text = emit_module(
             template,
@@ -174,8 +180,15 @@ def test_template_emits_with_its_own_facts(name: str) -> None:
     assert not any(hook in text for hook in template.hooks)
 
 
-@pytest.mark.parametrize("form", GOLDEN_FORMS)
-@pytest.mark.parametrize("template", sorted(TILES))
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        *((template, "") for template in sorted(TILES)),
+        *((template, "bias glu add") for template in sorted(TILES) if template != "matmul_gluon"),
+        ("matmul_gluon", "glu"),
+        ("matmul_gluon", "bias add"),
+    ],
+)
 def test_emitted_linear_is_golden(
     template: str, form: str, golden: Callable[[str], Golden]
 ) -> None:
@@ -189,11 +202,11 @@ def test_emitted_norm_prologue_is_golden(golden: Callable[[str], Golden]) -> Non
 
 
 def test_emitted_text_is_formatted(tmp_path: Path) -> None:
-    forms = ["", "bias", "add", "glu", "bias glu add", "f32"]
+    forms = ["", "bias", "add", "glu", "bias glu", "bias add", "f32"]
     for template in sorted(TILES):
         extra = ["norm", "norm offset bias glu add"] if TILES[template].has_prologue else []
         for number, form in enumerate([*forms, *extra]):
-            text, _ = emit_case(template, Case(form, N=28672, K=14336))
+            text, _ = emit_case(template, Case(form, N=28672, K=14336, dtype="bf16"))
             (tmp_path / f"{template}_{number}.py").write_text(text)
     for command in (["format", "--check"], ["check", "--select", "E,F,W,I,B", "--no-cache"]):
         done = subprocess.run(
@@ -287,6 +300,22 @@ def test_residual_of_another_shape_is_refused() -> None:
 def test_glu_sets_what_tiles_must_be_multiples_of() -> None:
     assert lower_linear("gemv", Case("glu").op, Case("glu").types).feature_multiple == 16
     assert lower_linear("gemv", Case("add").op, Case("add").types).feature_multiple == 1
+
+
+def test_gluon_refuses_what_it_cannot_do() -> None:
+    for case, reason in (
+        (Case("glu add", dtype="bf16"), "lie otherwise"),
+        (Case(dtype="f32"), "16-bit numbers, not f32"),
+        (Case(N=100, dtype="bf16"), "rows of y have 200 bytes, not a multiple of 16.*by pointer"),
+    ):
+        with pytest.raises(LoweringError, match=reason):
+            lower_linear("matmul_gluon", case.op, case.types)
+
+
+def test_copy_engine_refuses_ragged_rows() -> None:
+    case = Case(K=100, dtype="bf16")
+    with pytest.raises(LoweringError, match="rows of x have 200 bytes"):
+        lower_linear("matmul_skinny_tma", case.op, case.types)
 
 
 def test_operands_have_the_launch_order() -> None:
