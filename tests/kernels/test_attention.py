@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import random
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 from treadle.kernels import reference
 
 from .paged_inputs import PagedInputs, build_paged_inputs
+from .private_template import load_template
 
 # Attention averages values of size one, so errors are in units of the inputs.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -57,23 +56,12 @@ def draw_inputs(
     )
 
 
-def load_template(name: str, inputs: PagedInputs, schedule: dict[str, Any]) -> ModuleType:
-    """Load a private copy of a template with the SHAPE of `inputs` and a changed SCHEDULE."""
-    spec = importlib.util.find_spec(f"treadle.kernels.templates.{name}")
-    assert spec is not None and spec.loader is not None, f"template `{name}` not found"
-    template = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(template)
-    template.SHAPE = inputs.shape
-    template.SCHEDULE = template.SCHEDULE | schedule
-    return template
-
-
 class Decode:
     """Hold a decode template and its scratch memory, poisoned, for repeated launches."""
 
     def __init__(self, inputs: PagedInputs, **schedule: Any) -> None:
         self.inputs = inputs
-        self.template = load_template("attention_decode", inputs, schedule)
+        self.template = load_template("attention_decode", shape=inputs.shape, schedule=schedule)
         num_heads, head_dim = inputs.q.shape[1:]
         num_partials = inputs.num_seqs * num_heads * self.template.SCHEDULE["MAX_SPLITS"]
         num_groups = inputs.num_seqs * inputs.k_cache.shape[1]
@@ -104,7 +92,7 @@ def run_prefill(
     inputs: PagedInputs, *, num_tokens: int | None = None, **schedule: Any
 ) -> torch.Tensor:
     """Launch attention_prefill into a poisoned output; `num_tokens` may exceed the real number."""
-    template = load_template("attention_prefill", inputs, schedule)
+    template = load_template("attention_prefill", shape=inputs.shape, schedule=schedule)
     out = inputs.poisoned_out()
     template.launch(
         inputs.q,
