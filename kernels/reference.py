@@ -189,7 +189,7 @@ def split(x: torch.Tensor, *, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
         raise errors.ShapeError(
             f"split: expected sizes that add up to {x.shape[-1]}, found {tuple(sizes)}."
         )
-    return torch.split(x, list(sizes), dim=-1)
+    return tuple(x.split_with_sizes(list(sizes), dim=-1))
 
 
 # --- attention ----------------------------------------------------------------------------------
@@ -199,16 +199,18 @@ def split(x: torch.Tensor, *, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
 class StepPlan:
     """Hold what `kv_write` and `attention` derive from a step's inputs, the same in every layer.
 
-    Passing one saves time only. Make it with `plan_step` for each step: it holds for the inputs and
-    the page size it was made from. The live tokens, and the sequences, decode ones first (one query
-    token each, attended to as one batch), then the others one by one.
-    Shapes: write_slots i32[N * G]: for each live token and head the index of its [D] row in a cache
-      seen as [P * G * S, D]; live_tokens i64[N], or None where all T are; decode_tokens i64[B'], or
-      None where they are all tokens in order; decode_slots i32[B' * G * C]; decode_mask bool[B', 1,
-      1, C], or None where all contexts are equally long; prefill: (start, stop, context, slots
-      i32[G * context]) each.
+    Passing one saves time only. Make it with `plan_step` in each step: it holds for its inputs and
+    for caches of its `num_kv_heads` and `page_size`. Sequences with one query token are attended to
+    as one batch (`decode_...`), the others one by one (`prefill`).
+    Shapes (slots are indices of [D] rows of a cache seen as [P * G * S, D]): write_slots i64[N *
+      G], one for each live token and head; live_tokens i64[N], or None where all T are live;
+      decode_tokens i64[B'], or None where they are the first B'; decode_slots i32[B' * G * C];
+      decode_mask bool[B', 1, 1, C], or None where all contexts are equally long; prefill: start,
+      stop, context, slots i32[G * context] each.
     """
 
+    num_kv_heads: int
+    page_size: int
     write_slots: torch.Tensor
     live_tokens: torch.Tensor | None
     num_decode: int
@@ -243,26 +245,31 @@ def plan_step(
         if stop - start == 1:
             decode.append((start, row, context))
         else:
-            row_slots = _context_slots(block_table[row : row + 1], (context,), page_size)  # [1, C]
-            slots = _head_slots(row_slots, num_kv_heads, page_size).flatten()  # [G * C]
+            pages_and_slots = _context_slots(block_table[row : row + 1], (context,), page_size)
+            slots = _head_slots(pages_and_slots, num_kv_heads, page_size).flatten()  # [G * C]
             prefill.append((start, stop, context, slots))
-    if not decode:
-        return StepPlan(write_slots, live_tokens, 0, None, write_slots[:0], None, tuple(prefill))
-    tokens, decode_rows, lengths = zip(*decode, strict=True)
-    everything = tokens == tuple(range(positions.numel()))
-    table = block_table[list(decode_rows)]  # [B', M]
-    slots = _head_slots(_context_slots(table, lengths, page_size), num_kv_heads, page_size)
-    mask = None
-    if min(lengths) < max(lengths):
-        length = torch.tensor(lengths, device=block_table.device)  # [B']
-        mask = (torch.arange(max(lengths), device=length.device) < length[:, None])[:, None, None]
+    decode_tokens = decode_mask = None
+    decode_slots = write_slots[:0]  # [0]
+    if decode:
+        tokens, decode_rows, lengths = zip(*decode, strict=True)
+        if tokens != tuple(range(len(tokens))):
+            decode_tokens = torch.tensor(tokens, device=block_table.device)  # [B']
+        table = block_table[list(decode_rows)]  # [B', M]
+        pages_and_slots = _context_slots(table, lengths, page_size)  # [B', C] each
+        decode_slots = _head_slots(pages_and_slots, num_kv_heads, page_size).flatten()
+        if min(lengths) < max(lengths):
+            length = torch.tensor(lengths, device=block_table.device)[:, None]  # [B', 1]
+            decode_mask = torch.arange(max(lengths), device=block_table.device) < length  # [B', C]
+            decode_mask = decode_mask[:, None, None]  # [B', 1, 1, C]
     return StepPlan(
+        num_kv_heads,
+        page_size,
         write_slots,
         live_tokens,
-        len(tokens),
-        None if everything else torch.tensor(tokens, device=block_table.device),
-        slots.flatten(),
-        mask,
+        len(decode),
+        decode_tokens,
+        decode_slots,
+        decode_mask,
         tuple(prefill),
     )
 
@@ -283,7 +290,7 @@ def _plan_write(
     pages = block_table[rows, positions // page_size]  # [N]
     slots = pages * (num_kv_heads * page_size) + positions % page_size  # [N]
     heads = torch.arange(num_kv_heads, dtype=slots.dtype, device=slots.device) * page_size  # [G]
-    return (slots[:, None] + heads).flatten(), live_tokens  # [N * G]
+    return (slots[:, None] + heads).flatten().long(), live_tokens  # [N * G]
 
 
 def _context_slots(
@@ -310,6 +317,11 @@ def _head_slots(
     first = pages * (num_kv_heads * page_size) + slots  # [B', C]
     heads = torch.arange(num_kv_heads, dtype=first.dtype, device=first.device) * page_size  # [G]
     return first[:, None] + heads[:, None]  # [B', G, C]
+
+
+def _check_plan(plan: StepPlan, cache: torch.Tensor) -> None:
+    expected, found = (plan.num_kv_heads, plan.page_size), tuple(cache.shape[1:3])
+    assert expected == found, f"plan for (G, S) = {expected} used with a cache of {found}"
 
 
 def rope_angles(
@@ -377,12 +389,13 @@ def kv_write(
             positions, token_seq, seq_rows, block_table, num_kv_heads, page_size
         )
     else:
+        _check_plan(plan, k_cache)
         slots, live_tokens = plan.write_slots, plan.live_tokens
     for new, cache in ((k, k_cache), (v, v_cache)):
         live = new if live_tokens is None else new.index_select(0, live_tokens)  # [N, G * D]
         rows = live.reshape(-1, head_dim).to(cache.dtype)  # [N * G, D]
         # `view`, not `reshape`: a copy would lose the write, and raises instead.
-        cache.view(-1, head_dim).index_copy_(0, slots.long(), rows)
+        cache.view(-1, head_dim).index_copy_(0, slots, rows)
 
 
 def attention(
@@ -423,31 +436,27 @@ def attention(
             num_kv_heads=num_kv_heads,
             page_size=k_cache.shape[2],
         )
+    _check_plan(plan, k_cache)
     dtype = q.dtype if q.dtype == k_cache.dtype == torch.bfloat16 else torch.float32
     k_rows, v_rows = k_cache.view(-1, head_dim), v_cache.view(-1, head_dim)  # [P * G * S, D]
     grouped = q.unflatten(-1, (num_kv_heads, num_heads // num_kv_heads, head_dim))  # [T, G, H/G, D]
     grouped = grouped.to(dtype)  # [T, G, H / G, D]
 
-    decoded = None
+    out = torch.zeros_like(q)  # [T, H * D]
     if plan.num_decode:
-        # The query heads of a KV head stand where SDPA expects query tokens: no head is repeated.
-        query = grouped if plan.decode_tokens is None else grouped[plan.decode_tokens]
+        chosen = slice(plan.num_decode) if plan.decode_tokens is None else plan.decode_tokens
         k = k_rows.index_select(0, plan.decode_slots).to(dtype)  # [B' * G * C, D]
         v = v_rows.index_select(0, plan.decode_slots).to(dtype)  # [B' * G * C, D]
         shape = (plan.num_decode, num_kv_heads, -1, head_dim)
-        decoded = F.scaled_dot_product_attention(
-            query[: plan.num_decode],
+        # The query heads of a KV head stand where SDPA expects query tokens: no head is repeated.
+        attended = F.scaled_dot_product_attention(
+            grouped[chosen],
             k.view(shape),
             v.view(shape),
             attn_mask=plan.decode_mask,
             scale=scale,
         )  # [B', G, H / G, D]
-        if plan.decode_tokens is None and plan.num_decode == q.shape[0]:
-            return decoded.reshape(q.shape).to(q.dtype)  # [T, H * D]
-
-    out = torch.zeros_like(q)  # [T, H * D]
-    if decoded is not None:
-        out[plan.decode_tokens] = decoded.reshape(plan.num_decode, -1).to(q.dtype)
+        out[chosen] = attended.reshape(plan.num_decode, -1).to(q.dtype)
     for start, stop, context, slots in plan.prefill:
         count = stop - start
         k = k_rows.index_select(0, slots).to(dtype).view(num_kv_heads, 1, context, head_dim)
@@ -564,20 +573,25 @@ def _draw(
         cut = logits.topk(top_k).values[-1]
         weights.masked_fill_(logits < cut, 0.0)
     if top_p < 1.0:
-        total = float(weights.sum(dtype=torch.float64))
-        # All that weigh less than this together weigh less than 1 - top_p, so the cut lies above;
-        # the factor leaves room for rounding. Sorting the few above it spares sorting the
-        # vocabulary.
-        bound = 0.5 * (1.0 - top_p) * total / weights.numel()
-        candidates, order = weights[weights >= bound].sort(descending=True)  # [n] each
-        reached = int((candidates.cumsum(0, dtype=torch.float64) < top_p * total).sum())
-        smallest = order[min(reached, order.numel() - 1)]
-        cut = logits[weights >= bound][smallest]
+        target = top_p * float(weights.sum(dtype=torch.float64))
+        cut = logits[_smallest_of_nucleus(weights, target)]
         weights.masked_fill_(logits < cut, 0.0)
     if min_p > 0.0:
         weights.masked_fill_(weights < min_p, 0.0)
     mass = weights.cumsum(0, dtype=torch.float64)  # [V]
     return int(torch.searchsorted(mass, uniform * mass[-1:], right=True))
+
+
+def _smallest_of_nucleus(weights: torch.Tensor, target: float) -> int:
+    """Give the index of the last of the fewest largest weights that add up to `target`."""
+    # Few tokens hold most of the mass, as a rule: finding them spares sorting the vocabulary.
+    count = min(256, weights.numel())
+    while True:
+        values, indices = weights.topk(count)  # [count] each, the largest first
+        mass = values.cumsum(0, dtype=torch.float64)  # [count]
+        if float(mass[-1]) >= target or count == weights.numel():
+            return int(indices[min(int((mass < target).sum()), count - 1)])
+        count = min(16 * count, weights.numel())
 
 
 # --- step inputs --------------------------------------------------------------------------------
