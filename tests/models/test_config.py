@@ -162,7 +162,7 @@ def test_an_absent_key_means_what_it_means_to_transformers(judge_class: type) ->
         "vocab_size": 320,
         "hidden_size": 64,
         "num_hidden_layers": 2,
-        "num_attention_heads": 8,
+        "num_attention_heads": 16,
         "intermediate_size": 128,
     }
     if judge_class is MistralConfig:

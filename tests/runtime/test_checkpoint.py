@@ -286,7 +286,7 @@ def leave_a_whole_file_beside_shards(folder: Path) -> None:
         (leave_a_lfs_pointer_as_config, ["config.json", "git lfs pull"]),
         (write_a_header_of_an_unknown_dtype, [SHARD_2, "Q7"]),
         (write_a_header_whose_shape_and_size_differ, [SHARD_2, "8 bytes"]),
-        (put_a_tensor_into_two_shards, ["lm_head.weight", "model-00001-of-00003", SHARD_2]),
+        (put_a_tensor_into_two_shards, ["must be in one shard", "model-00001-of-00003", SHARD_2]),
         (list_a_tensor_twice, ["lm_head.weight", "twice"]),
         (list_a_tensor_that_no_shard_holds, ["model.phantom.weight", SHARD_2]),
         (list_a_tensor_in_the_wrong_shard, ["lm_head.weight", SHARD_2, "model-00001-of-00003"]),
