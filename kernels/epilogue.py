@@ -26,8 +26,8 @@ class Tile:
 
     Templates name their index tensors `token` and `feature`, shaped to broadcast against `acc`.
     `has_prologue` tells whether one lets an op change x on the way in. `aligned` names the operands
-    that the bulk copy engine moves: their rows must be multiples of 16 bytes. A Gluon template
-    computes indices only where they are needed, and stores whole tiles.
+    that the bulk copy engine moves: their rows must be multiples of 16 bytes; such a template
+    computes `feature` only where it is needed. A Gluon template stores whole tiles.
     """
 
     axes: tuple[str, ...]
@@ -37,10 +37,16 @@ class Tile:
     is_gluon: bool = False
 
     def index(self, vector: str) -> str:
-        """Write a sum, a vector over features, so that it broadcasts against `acc`."""
+        """Write a vector over features so that it broadcasts against `acc`."""
         if len(self.axes) == 1:
             return vector
-        return f"({vector})[{', '.join(':' if a == self.feature_axis else 'None' for a in (0, 1))}]"
+        return f"{vector}[{', '.join(':' if a == self.feature_axis else 'None' for a in (0, 1))}]"
+
+    @property
+    def feature_shape(self) -> str:
+        """The shape of `feature`."""
+        sizes = [size if axis == self.feature_axis else "1" for axis, size in enumerate(self.axes)]
+        return f"[{', '.join(sizes)}]"
 
     def inside(self, column: str) -> str:
         """Write the mask of the results that exist."""
@@ -208,20 +214,23 @@ def _check_rows(chain: _Chain, op: Op, dtype: str, out_dtype: str) -> None:
 
 
 def _epilogue_lines(chain: _Chain) -> tuple[str, ...]:
-    """Finish the lines: in Gluon, add the indices they use and name its own functions."""
-    if not chain.tile.is_gluon:
-        return tuple(chain.lines)
-    text = "\n".join(chain.lines)
-    indices = []
-    if re.search(r"\btoken\b", text):
+    """Finish the lines: add the indices they use; in Gluon, name its own functions."""
+    tile, text, indices = chain.tile, "\n".join(chain.lines), []
+    uses_token, uses_feature = (re.search(rf"\b{name}\b", text) for name in ("token", "feature"))
+    if not tile.is_gluon:
+        if tile.aligned and uses_feature:
+            features = tile.index("tl.arange(0, BLOCK_N)")
+            indices = [f"feature = pid_n * BLOCK_N + {features}  # {tile.feature_shape}"]
+        return (*indices, *chain.lines)
+    if uses_token:
         indices += [
             "tokens = tl.arange(0, BLOCK_M, layout=tl.SliceLayout(1, acc_layout))",
             "token = first_token + tokens[:, None]  # [BLOCK_M, 1]",
         ]
-    if re.search(r"\bfeature\b", text):
+    if uses_feature:
         indices += [
             "features = tl.arange(0, BLOCK_N, layout=tl.SliceLayout(0, acc_layout))",
-            "feature = pid_n * BLOCK_N + features[None, :]  # [1, BLOCK_N]",
+            f"feature = pid_n * BLOCK_N + features[None, :]  # {tile.feature_shape}",
         ]
     return tuple(re.sub(r"\btl\.", "gl.", line) for line in (*indices, *chain.lines))
 
@@ -297,8 +306,8 @@ def _glu(chain: _Chain, op: Op, target: str) -> None:
     order = [i for i in range(len(split_axes)) if i != axis + 1] + [axis + 1]
     sizes = tile.sizes("BLOCK_N // 2")
     shape = f"({sizes})" if len(tile.axes) > 1 else f"({sizes},)"
-    columns = "pid_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)"
-    place = [] if tile.is_gluon else [f"column = {tile.index(columns)}"]
+    columns = f"pid_n * (BLOCK_N // 2) + {tile.index('tl.arange(0, BLOCK_N // 2)')}"
+    place = [] if tile.is_gluon else [f"column = {columns}"]
     chain.lines += [
         f"pairs = tl.reshape({chain.value}, ({', '.join(split_axes)}))",
         f"gate, up = tl.split(tl.permute(pairs, ({', '.join(map(str, order))})))",

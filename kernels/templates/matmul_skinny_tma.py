@@ -33,9 +33,9 @@ SCHEDULE = dict(
 
 
 @triton.jit
-def EPILOGUE(acc, token, feature):
+def EPILOGUE(acc, token, pid_n, BLOCK_N: tl.constexpr):
     """Turn results f32[BLOCK_N, BLOCK_M] into outputs, and give the columns of y they belong to."""
-    return acc, feature
+    return acc, pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -62,7 +62,6 @@ def matmul_skinny_tma(
     pid_n = tl.program_id(1)
     part = tl.program_id(2)
     token = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]  # [1, BLOCK_M]
-    feature = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1]
 
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)  # [BLOCK_N, BLOCK_M]
     first = part * PART_K
@@ -100,7 +99,7 @@ def matmul_skinny_tma(
                 # Other programs wrote these: `.cg` reads L2, not this multiprocessor's own cache.
                 acc += tl.load(tile_ptrs + other * part_size, cache_modifier=".cg")
             tl.store(counters_ptr + tile, 0)
-        y, column = EPILOGUE(acc, token, feature)
+        y, column = EPILOGUE(acc, token, pid_n, BLOCK_N)
         y = y.to(y_ptr.dtype.element_ty)
         mask = (token < num_tokens) & (column < N_OUT)
         tl.store(y_ptr + token.to(tl.int64) * N_OUT + column, y, mask=mask)

@@ -32,9 +32,9 @@ SCHEDULE = dict(
 
 
 @triton.jit
-def EPILOGUE(acc, token, feature):
+def EPILOGUE(acc, token, pid_n, BLOCK_N: tl.constexpr):
     """Turn results f32[BLOCK_M, BLOCK_N] into outputs, and give the columns of y they belong to."""
-    return acc, feature
+    return acc, pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -70,8 +70,7 @@ def matmul_tma(
             acc = tl.dot(x, w.T, acc)  # [BLOCK_M, BLOCK_N]
 
         token = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # [BLOCK_M, 1]
-        feature = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
-        y, column = EPILOGUE(acc, token, feature)
+        y, column = EPILOGUE(acc, token, pid_n, BLOCK_N)
         y = y.to(y_ptr.dtype.element_ty)
         mask = (token < num_tokens) & (column < N_OUT)
         tl.store(y_ptr + token.to(tl.int64) * N_OUT + column, y, mask=mask)

@@ -48,7 +48,6 @@ def matmul_skinny_tma(
     pid_n = tl.program_id(1)
     part = tl.program_id(2)
     token = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]  # [1, BLOCK_M]
-    feature = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1]
 
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)  # [BLOCK_N, BLOCK_M]
     first = part * PART_K
@@ -86,6 +85,7 @@ def matmul_skinny_tma(
                 # Other programs wrote these: `.cg` reads L2, not this multiprocessor's own cache.
                 acc += tl.load(tile_ptrs + other * part_size, cache_modifier=".cg")
             tl.store(counters_ptr + tile, 0)
+        feature = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1]
         # product = linear(x, weight)
         y = acc
         column = feature

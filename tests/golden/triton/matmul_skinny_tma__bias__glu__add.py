@@ -50,7 +50,6 @@ def matmul_skinny_tma__bias__glu__add(
     pid_n = tl.program_id(1)
     part = tl.program_id(2)
     token = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]  # [1, BLOCK_M]
-    feature = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1]
 
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)  # [BLOCK_N, BLOCK_M]
     first = part * PART_K
@@ -88,6 +87,7 @@ def matmul_skinny_tma__bias__glu__add(
                 # Other programs wrote these: `.cg` reads L2, not this multiprocessor's own cache.
                 acc += tl.load(tile_ptrs + other * part_size, cache_modifier=".cg")
             tl.store(counters_ptr + tile, 0)
+        feature = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1]
         # product = linear(x, weight, bias)
         bias = tl.load(bias_ptr + feature, mask=feature < N, other=0.0).to(tl.float32)
         product = acc + bias
@@ -96,7 +96,7 @@ def matmul_skinny_tma__bias__glu__add(
         gate, up = tl.split(tl.permute(pairs, (0, 2, 3, 1)))
         gate = gate / (1.0 + tl.exp(-gate))
         gated = tl.reshape(gate * up, (BLOCK_N // 2, BLOCK_M))  # [BLOCK_N // 2, BLOCK_M]
-        column = (pid_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2))[:, None]
+        column = pid_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[:, None]
         # after = add(hidden, gated)
         inside = (token < num_tokens) & (column < N_OUT)
         residual_ptrs = residual_ptr + token.to(tl.int64) * N_OUT + column

@@ -68,7 +68,7 @@ def matmul_tma__bias__glu__add(
         gate, up = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
         gate = gate / (1.0 + tl.exp(-gate))
         gated = tl.reshape(gate * up, (BLOCK_M, BLOCK_N // 2))  # [BLOCK_M, BLOCK_N // 2]
-        column = (pid_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2))[None, :]
+        column = pid_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
         # after = add(hidden, gated)
         inside = (token < num_tokens) & (column < N_OUT)
         residual_ptrs = residual_ptr + token.to(tl.int64) * N_OUT + column
