@@ -51,6 +51,9 @@ SSE_HEADERS = {
 
 logger = logging.getLogger("treadle.server")
 
+# Made once: a stream writes one object per token.
+_encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 G = TypeVar("G", bound=GenerateRequest)
 
 
@@ -376,8 +379,7 @@ async def _stream(
             chunk["usage"] = usage or usages.to_json()
         elif include_usage:
             chunk["usage"] = None
-        text = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
-        return f"data: {text}\n\n".encode()
+        return f"data: {_encode_json(chunk)}\n\n".encode()
 
     response = web.StreamResponse(headers=SSE_HEADERS)
     await response.prepare(request)
