@@ -53,9 +53,9 @@ demo: env
 	$(BIN)/python cli.py demo
 
 lint: env
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy -p treadle
+	@# All three run, so that one doesn't hide what the others find.
+	@failed=0; for tool in 'ruff format --check .' 'ruff check .' 'mypy -p treadle'; do \
+	  echo "$(BIN)/$$tool"; $(BIN)/$$tool || failed=1; done; exit $$failed
 
 check: lint
 	$(PYTEST) -m 'not slow' $(wildcard tests/test_*.py) tests/ir tests/models
