@@ -48,7 +48,7 @@ def matmul_choices(sizes: Sizes, target: str, architecture: str) -> Iterator[tup
             by_tma = [("matmul_skinny_tma", schedule) for schedule in _skinny(sizes, _TMA_TILES)]
             skinny = by_tma + skinny if sizes.rows > 8 else skinny + by_tma
         yield from skinny
-    if sizes.rows > 64:
+    if sizes.rows > 64 or not has_tma:
         if has_tma:
             yield from (("matmul_tma", schedule) for schedule in _matmul_tma(sizes))
         yield from (("matmul", schedule) for schedule in _matmul(sizes))
@@ -119,6 +119,7 @@ def _skinny(sizes: Sizes, tiles: list[tuple[int, int, int, int]]) -> Iterator[Sc
     block_m = min(max(16, power_of_two(sizes.rows)), 128)
     blocks_m = [block_m] if sizes.rows > 8 else [block_m, 8]
     for index, (block_n, block_k, warps, stages) in enumerate(tiles):
+        block_k = block_k * 2 // sizes.element_bytes
         programs = -(-sizes.num_features // block_n)
         fitting = [
             split for split in (1, 2, 4, 8) if sizes.num_inputs >= 2 * block_k * split or split == 1
@@ -126,7 +127,10 @@ def _skinny(sizes: Sizes, tiles: list[tuple[int, int, int, int]]) -> Iterator[Sc
         # The first guess fills the multiprocessors about twice.
         fitting.sort(key=lambda split: abs(programs * split - 2 * NUM_MULTIPROCESSORS))  # noqa: B023
         for tile_m in blocks_m if index < 3 else blocks_m[:1]:
-            if (block_n + tile_m) * block_k * sizes.element_bytes * stages > _MAX_SHARED_BYTES:
+            # A tile of every stage and the result's staging must fit in shared memory.
+            tile_bytes = (block_n + tile_m) * block_k * sizes.element_bytes
+            room = _MAX_SHARED_BYTES - 4 * block_n * tile_m
+            if room < 2 * tile_bytes:
                 continue
             for split in fitting[:2]:
                 for use_pdl in (False, True) if index < 3 else (False,):
@@ -137,13 +141,14 @@ def _skinny(sizes: Sizes, tiles: list[tuple[int, int, int, int]]) -> Iterator[Sc
                         "SPLIT_K": split,
                         "USE_PDL": use_pdl,
                         "num_warps": warps,
-                        "num_stages": stages,
+                        "num_stages": min(stages, room // tile_bytes),
                     }
 
 
 def _matmul(sizes: Sizes) -> Iterator[Schedule]:
     shapes = [(128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (64, 128, 64, 4, 4)]
     for block_m, block_n, block_k, warps, stages in shapes:
+        block_k = block_k * 2 // sizes.element_bytes
         yield {
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,
@@ -159,6 +164,7 @@ def _matmul_tma(sizes: Sizes) -> Iterator[Schedule]:
     if sizes.rows <= 256:
         shapes = [(128, 128, 64, 8, 4), (128, 64, 64, 4, 5), *shapes]
     for block_m, block_n, block_k, warps, stages in dict.fromkeys(shapes):
+        block_k = block_k * 2 // sizes.element_bytes
         yield {
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,

@@ -17,6 +17,8 @@ from treadle.ir.graph import Graph, Op
 from treadle.kernels.lower import Candidate, Situation
 
 SHIPPED = Path(__file__).parent / "tuned_tables"
+# What to take for a GPU that is named by its architecture only, when compiling ahead of time.
+TYPICAL_GPU = {"sm_90": "NVIDIA H200"}
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,9 @@ def read_table(path: Path) -> TunedTable:
         ) from None
 
 
-def shipped_table(gpu: str) -> TunedTable:
-    """Give the table that ships for a GPU, empty where there is none."""
+def shipped_table(gpu: str, architecture: str = "") -> TunedTable:
+    """Give the table that ships for a GPU, or for a typical one of the architecture; may be empty."""
+    gpu = gpu or TYPICAL_GPU.get(architecture, "")
     path = SHIPPED / f"{gpu.replace(' ', '_')}.json"
     return read_table(path) if path.is_file() else TunedTable(gpu)
 

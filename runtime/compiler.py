@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,13 @@ from treadle.ir import knobs, pipeline
 from treadle.ir.errors import ConfigError
 from treadle.ir.graph import Graph
 from treadle.ir.text import print_graph
+from treadle.kernels.tuned import shipped_table
 from treadle.models.config import ModelConfig, from_hf
 from treadle.models.registry import build_graph, find_family
 from treadle.runtime import artifact as artifacts
 from treadle.runtime import machine, planner
 from treadle.runtime.artifact import Artifact, Manifest
+from treadle.runtime.binaries import BINARIES, compile_binaries, jobs_of
 from treadle.runtime.checkpoint import Checkpoint, open_checkpoint
 from treadle.runtime.config import DTYPES, EngineConfig
 from treadle.runtime.weights import check_names
@@ -144,12 +146,37 @@ def compile_model(
             (folder / "graph" / f"{step}.authored.ir").write_text(print_graph(graph))
         for form, graph in compilation.fused.items():
             (folder / "graph" / f"{form}.ir").write_text(print_graph(graph))
+        table = shipped_table(manifest.gpu, manifest.architecture)
         plan = planner.plan_programs(
-            compilation.fused, engine, report, architecture=manifest.architecture
+            compilation.fused,
+            engine,
+            report,
+            architecture=manifest.architecture,
+            choose=table.choose,
         )
         plan.write(folder)
+        if engine.target == "cuda":
+            _compile_kernels(plan, compilation, manifest.architecture, folder, report)
         artifacts.finish_manifest(folder, manifest)
     return CompileResult(artifacts.open_artifact(out), was_current=False)
+
+
+def _compile_kernels(
+    plan: planner.Plan,
+    compilation: Compilation,
+    architecture: str,
+    folder: Path,
+    report: Report,
+) -> None:
+    """Compile every kernel of the plan into the artifact, and write down what each uses."""
+    jobs = jobs_of(plan, compilation.fused, compilation.engine, folder / "kernels", architecture)
+    resources = [
+        {"module": Path(outcome.job.path).stem, **asdict(kernel)}
+        for outcome in compile_binaries(jobs, folder / BINARIES, report)
+        for kernel in outcome.kernels
+    ]
+    resources.sort(key=lambda row: str(row["module"]))
+    (folder / "report.json").write_text(json.dumps({"kernels": resources}, indent=1) + "\n")
 
 
 def _is_current(out: Path, key: str) -> bool:

@@ -5,18 +5,22 @@ Called in the engine's worker. Reports each phase; every phase has a line in the
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import triton
 
+from treadle.ir import knobs
 from treadle.ir.errors import ArtifactError, ConfigError, MachineError
 from treadle.ir.graph import Graph
 from treadle.ir.text import parse_graph
 from treadle.runtime import machine
 from treadle.runtime.artifact import Artifact, open_artifact
+from treadle.runtime.binaries import BINARIES
 from treadle.runtime.checkpoint import Checkpoint, open_checkpoint
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.engine import LoadedModel
@@ -73,23 +77,42 @@ def check_fits(artifact: Artifact, checkpoint: Checkpoint) -> None:
         )
 
 
-def load_model(
-    path: Path, options: ServeOptions, report: Callable[[str], None] = lambda phase: None
-) -> LoadedModel:
-    """Load an artifact for serving.
+@dataclass(frozen=True)
+class LoadedArtifact:
+    """An artifact brought up as far as tensors and programs: what serving and `verify` share.
+
+    `programs` are by step and bucket, decode programs not yet captured.
+    """
+
+    artifact: Artifact
+    checkpoint: Checkpoint
+    graphs: Mapping[str, Graph]
+    plan: Plan
+    weights: Mapping[str, torch.Tensor]
+    state: DeviceState
+    programs: Mapping[tuple[str, int], ReferenceProgram | TritonProgram]
+    workspace_bytes: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of all weights, shared ones counted once."""
+        return sum({w.data_ptr(): w.nbytes for w in self.weights.values()}.values())
+
+
+def load_artifact(
+    path: Path, options: ServeOptions, begin: Callable[[str], None] = lambda phase: None
+) -> LoadedArtifact:
+    """Check an artifact, load weights, allocate state and build programs. `begin` hears each phase.
 
     Raises: ArtifactError, CheckpointError: it does not fit. MachineError: too little memory.
     """
-    timer = _PhaseTimer(report)
-    timer.begin("checking the artifact")
+    begin("checking the artifact")
     artifact = open_artifact(path)
-    manifest, config = artifact.manifest, artifact.manifest.engine
-    checkpoint = open_checkpoint(options.model_path or manifest.model_path)
+    config = artifact.manifest.engine
+    checkpoint = open_checkpoint(options.model_path or artifact.manifest.model_path)
     check_fits(artifact, checkpoint)
     device = machine.device_of(config.target)
-    timer.begin("loading the tokenizer")
-    tokenizer = Tokenizer.from_source(checkpoint)
-    timer.begin("loading weights")
+    begin("loading weights")
     plan = read_plan(artifact.json(PLAN))
     forms = dict.fromkeys(program.form for program in plan.programs)
     graphs = {form: parse_graph(artifact.text(f"graph/{form}.ir")) for form in forms}
@@ -100,10 +123,55 @@ def load_model(
         device=device,
         max_context_tokens=config.max_context_tokens,
     )
-    timer.begin("allocating the KV cache")
+    begin("allocating the KV cache")
     num_pages = decide_pages(any_graph, config, options, device)
     state = allocate_state(cache_values(any_graph), config, num_pages, device)
-    executor, workspace_bytes = _build_executor(artifact, plan, graphs, state, weights, timer)
+    programs: dict[tuple[str, int], ReferenceProgram | TritonProgram] = {}
+    workspace_bytes = 0
+    if config.target == "reference":
+        begin("packing weights")
+        packed = pack_weights(any_graph, weights)
+        for each in plan.programs:
+            graph = graphs[each.form]
+            programs[each.step, each.bucket] = ReferenceProgram(graph, state, weights, packed)
+    else:
+        begin("loading kernels")
+        if config.target == "cuda":
+            knobs.use_triton_cache(artifact.path / BINARIES)
+        workspace = allocate_workspace(plan, device)
+        workspace_bytes = workspace.num_bytes
+        for each in plan.programs:
+            programs[each.step, each.bucket] = TritonProgram(
+                each,
+                graphs[each.form],
+                artifact.path / "kernels",
+                state,
+                weights,
+                workspace,
+                bucket_dims(config, each.step, each.bucket),
+            )
+    return LoadedArtifact(
+        artifact, checkpoint, graphs, plan, weights, state, programs, workspace_bytes
+    )
+
+
+def load_model(
+    path: Path, options: ServeOptions, report: Callable[[str], None] = lambda phase: None
+) -> LoadedModel:
+    """Load an artifact for serving. Raises: see `load_artifact`."""
+    timer = _PhaseTimer(report)
+    loaded = load_artifact(path, options, timer.begin)
+    manifest, state = loaded.artifact.manifest, loaded.state
+    config = manifest.engine
+    timer.begin("loading the tokenizer")
+    tokenizer = Tokenizer.from_source(loaded.checkpoint)
+    by_step: dict[str, dict[int, Program]] = {"decode": {}, "mixed": {}}
+    for (step, bucket), program in loaded.programs.items():
+        by_step[step][bucket] = program
+    if config.target == "cuda":
+        timer.begin("capturing CUDA graphs")
+        by_step["decode"] = dict(capture_decode(loaded.programs))
+    num_pages = state.dims["P"]
     scheduler = Scheduler(
         PagePool(num_pages, config.page_size, prefix_cache=options.prefix_cache),
         max_rows=config.max_rows,
@@ -111,30 +179,28 @@ def load_model(
         max_model_len=config.max_context_tokens,
         eos_token_ids=tokenizer.eos_token_ids,
         max_waiting=options.max_waiting,
-        max_in_flight=2 if device.type == "cuda" else 1,
+        max_in_flight=2 if config.target == "cuda" else 1,
     )
-    weight_bytes = sum({w.data_ptr(): w.nbytes for w in weights.values()}.values())
     summary = {
         "model": f"{manifest.model_name} ({manifest.model_architecture}, {config.dtype})",
         "target": f"{config.target} {manifest.gpu or manifest.architecture}".strip(),
         "window": f"{config.max_context_tokens} tokens",
-        "weights": f"{weight_bytes / 2**20:.0f} MiB",
-        "workspace": f"{(workspace_bytes + state.num_bytes) / 2**20:.0f} MiB",
+        "weights": f"{loaded.weight_bytes / 2**20:.0f} MiB",
+        "workspace": f"{(loaded.workspace_bytes + state.num_bytes) / 2**20:.0f} MiB",
         "KV cache": f"{state.cache_bytes / 2**20:.0f} MiB = {num_pages} pages of {config.page_size} "
         f"tokens, {num_pages // config.pages_per_row} requests of the full window",
         "largest batch": f"{config.max_rows} requests, {config.max_step_tokens} tokens a step",
         "start-up": timer.finish(),
     }
-    vocab_size = int(checkpoint.config["vocab_size"])
     return LoadedModel(
-        manifest.model_name,
-        tokenizer,
-        executor,
-        scheduler,
-        config.max_context_tokens,
-        vocab_size,
-        summary,
-        lambda: 0,
+        name=manifest.model_name,
+        tokenizer=tokenizer,
+        executor=Executor(state, by_step["decode"], by_step["mixed"]),
+        scheduler=scheduler,
+        max_model_len=config.max_context_tokens,
+        vocab_size=int(loaded.checkpoint.config["vocab_size"]),
+        summary=summary,
+        count_jit_compiles=count_compiles(),
     )
 
 
@@ -175,46 +241,17 @@ def decide_pages(
     return int(min(pages, most))
 
 
-def _build_executor(
-    artifact: Artifact,
-    plan: Plan,
-    graphs: Mapping[str, Graph],
-    state: DeviceState,
-    weights: Mapping[str, torch.Tensor],
-    timer: _PhaseTimer,
-) -> tuple[Executor, int]:
-    """Build every program; give the executor and the bytes of the workspace."""
-    config = artifact.manifest.engine
-    built: dict[str, dict[int, Program]] = {"decode": {}, "mixed": {}}
-    if config.target == "reference":
-        timer.begin("packing weights")
-        packed = pack_weights(next(iter(graphs.values())), weights)
-        for program in plan.programs:
-            built[program.step][program.bucket] = ReferenceProgram(
-                graphs[program.form], state, weights, packed
-            )
-        return Executor(state, built["decode"], built["mixed"]), 0
-    timer.begin("loading kernels")
-    workspace = allocate_workspace(plan, state.packed.device)
-    kernels = artifact.path / "kernels"
-    programs = {
-        (program.step, program.bucket): TritonProgram(
-            program,
-            graphs[program.form],
-            kernels,
-            state,
-            weights,
-            workspace,
-            bucket_dims(config, program.step, program.bucket),
-        )
-        for program in plan.programs
-    }
-    for (step, bucket), program in programs.items():
-        built[step][bucket] = program
-    if config.target == "cuda":
-        timer.begin("capturing CUDA graphs")
-        built["decode"] = dict(capture_decode(built["decode"]))
-    return Executor(state, built["decode"], built["mixed"]), workspace.num_bytes
+def count_compiles() -> Callable[[], int]:
+    """Count, from now on, the kernels that Triton compiles because no binary was found."""
+    compiled = itertools.count()
+    seen = [next(compiled)]
+
+    def note(*, cache_hit: bool, **_facts: object) -> None:
+        if not cache_hit:
+            seen[0] = next(compiled)
+
+    triton.knobs.compilation.listener = note
+    return lambda: seen[0]
 
 
 class _PhaseTimer:

@@ -134,13 +134,17 @@ class GraphedProgram:
         return self._program.values
 
 
-def capture_decode(programs: Mapping[int, TritonProgram]) -> Mapping[int, GraphedProgram]:
-    """Capture a graph per bucket, the largest first: the smaller ones then reuse its memory."""
+def capture_decode(
+    programs: Mapping[tuple[str, int], object],
+) -> Mapping[int, GraphedProgram]:
+    """Capture a graph per decode bucket, the largest first: the smaller ones reuse its memory."""
     pool = torch.cuda.graph_pool_handle()
+    captured = {}
     with torch.cuda.stream(torch.cuda.Stream()):
-        captured = {
-            bucket: GraphedProgram(programs[bucket], pool) for bucket in sorted(programs, reverse=True)
-        }
+        for step, bucket in sorted(programs, reverse=True):
+            program = programs[step, bucket]
+            if step == "decode" and isinstance(program, TritonProgram):
+                captured[bucket] = GraphedProgram(program, pool)
         torch.cuda.synchronize()
     return captured
 

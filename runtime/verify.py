@@ -1,22 +1,27 @@
-"""Prove the kernels: each launch of a program against the reference of its op, on the same inputs.
+"""Prove a model: each kernel against the reference of its op, each layer against transformers.
 
 A step is played launch by launch. Before each, its results are poisoned and the op's reference is
 computed from the very tensors the kernel will read; after it, results and state are compared. Called
-by `verify` and by tests; works on every target that launches kernels.
+by `verify` and by tests; works on every target.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from treadle.ir import ops
 from treadle.ir.graph import Graph, Op
 from treadle.kernels import reference
-from treadle.runtime.state import DeviceState
+from treadle.runtime.checkpoint import Checkpoint
+from treadle.runtime.loading import LoadedArtifact
+from treadle.runtime.reference_program import ReferenceProgram
+from treadle.runtime.state import PACKED_INPUTS, DeviceState
 from treadle.runtime.triton_program import TritonProgram
 from treadle.runtime.weights import TORCH_DTYPES
 
@@ -66,6 +71,129 @@ def verify_program(
             yield _compare(op, kernel, name, value, _bound(tensors[name], graph, name, dims))
         for name, value in expected_state.items():
             yield _compare(op, kernel, name, value, _state_tensor(name, tensors, state))
+
+
+# --- against transformers -----------------------------------------------------------------------
+
+LAYER_TOLERANCES = {"f32": 1e-3, "f16": 2e-2, "bf16": 5e-2}
+HINTS = (
+    "rope: theta, scaling and which halves are paired",
+    "the norms' epsilon and whether 1 is added to their weights",
+    "the attention scale and window",
+    "biases, and which of q, k, v comes first in a fused weight",
+    "which half of the feed-forward is the gate, and its activation",
+)
+
+
+@dataclass(frozen=True)
+class LayerCheck:
+    """Tell how far the residual stream after a layer, or the logits, are from transformers'."""
+
+    layer: str
+    error: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Say whether the error is a number within the tolerance."""
+        return self.error <= self.tolerance
+
+
+def verify_layers(loaded: LoadedArtifact, prompt: Sequence[int]) -> Iterator[LayerCheck]:
+    """Compare the stream after each layer, then the last logits, with eager f32 transformers.
+
+    The first check that fails names the layer to look at: everything after it inherits the error.
+    """
+    oracle = load_transformers(loaded.checkpoint)
+    with torch.no_grad():
+        output = oracle(torch.tensor([list(prompt)]), output_hidden_states=True)
+    found = _play_prompt(loaded, prompt)
+    tolerance = LAYER_TOLERANCES[loaded.artifact.manifest.engine.dtype]
+    num_layers = len(loaded.state.caches)
+    # The last hidden state of transformers has passed the final norm: the logits stand for it.
+    for layer in range(num_layers - 1):
+        expected = output.hidden_states[layer + 1][0]
+        yield LayerCheck(f"layer {layer}", _error(found[f"layer {layer}"], expected), tolerance)
+    expected = output.logits[0, -1:]
+    yield LayerCheck("logits", _error(found["logits"], expected), tolerance)
+
+
+def load_transformers(checkpoint: Checkpoint) -> Any:
+    """Load the oracle: transformers' own model, eager, in f32, on the CPU."""
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    path = checkpoint.path
+    if checkpoint.kind == "gguf":
+        return AutoModelForCausalLM.from_pretrained(
+            str(path.parent), gguf_file=path.name, **options
+        ).eval()
+    return AutoModelForCausalLM.from_pretrained(str(path), **options).eval()
+
+
+def prepare_prompt(loaded: LoadedArtifact, prompts: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Write a mixed step of whole prompts to the state; give its tokens and sequences."""
+    state = loaded.state
+    page_size = loaded.artifact.manifest.engine.page_size
+    inputs: dict[str, list[int]] = {name: [] for name in PACKED_INPUTS}
+    inputs["query_start"].append(0)
+    next_page = 0
+    for row, prompt in enumerate(prompts):
+        count = len(prompt)
+        inputs["token_ids"] += prompt
+        inputs["positions"] += range(count)
+        inputs["token_seq"] += [row] * count
+        inputs["query_start"].append(inputs["query_start"][-1] + count)
+        inputs["context_lens"].append(count)
+        inputs["sample_index"].append(inputs["query_start"][-1] - 1)
+        inputs["seq_rows"].append(row)
+        # One page more than the prompt fills: a decode step may follow.
+        pages = torch.arange(next_page, next_page + count // page_size + 1, dtype=torch.int32)
+        state.tensors["block_table"][row, : len(pages)] = pages.flip(0).to(state.packed.device)
+        state.tensors["length"][row] = count
+        next_page += len(pages)
+    for name, values in inputs.items():
+        state.tensors[name][: len(values)] = torch.tensor(values, dtype=torch.int32)
+    return inputs["query_start"][-1], len(prompts)
+
+
+def _play_prompt(loaded: LoadedArtifact, prompt: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Run the prompt as one mixed step and keep the stream after each layer, and the logits."""
+    num_tokens, num_seqs = prepare_prompt(loaded, [prompt])
+    bucket = min(b for step, b in loaded.programs if step == "mixed" and b >= num_tokens)
+    program = loaded.programs["mixed", bucket]
+    graph = loaded.graphs["mixed"]
+    kept: dict[str, torch.Tensor] = {}
+    if isinstance(program, ReferenceProgram):
+        values = program.run(num_tokens, num_seqs)
+        for op in graph.ops:
+            _keep(op, values, kept, num_tokens, num_seqs)
+        return kept
+    for index, op in enumerate(graph.ops):
+        program.launch(index, num_tokens, num_seqs)
+        _keep(op, program.values, kept, num_tokens, num_seqs)
+    return kept
+
+
+def _keep(
+    op: Op,
+    values: Mapping[str, torch.Tensor],
+    kept: dict[str, torch.Tensor],
+    num_tokens: int,
+    num_seqs: int,
+) -> None:
+    """Copy an op's result under its layer's name; the last of a layer is the stream after it."""
+    for name in op.outputs:
+        scope = name.split(".")
+        if scope[0] == "layers":
+            kept[f"layer {scope[1]}"] = values[name][:num_tokens].to("cpu", torch.float32, copy=True)
+        elif name == "logits":
+            kept["logits"] = values[name][:num_seqs].to("cpu", torch.float32, copy=True)
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+# --- one launch ---------------------------------------------------------------------------------
 
 
 def _poison(tensor: torch.Tensor) -> None:
