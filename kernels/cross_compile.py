@@ -27,6 +27,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
 import treadle
@@ -338,6 +339,8 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     request = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     jobs = [_job_from(record) for record in request["jobs"]]
+    # Triton hashes itself for every cache key: once here, not once in each process.
+    triton_key()
     for outcome in _run_jobs(jobs, request.get("workers", 2), request.get("timeout_s", 120.0)):
         print(json.dumps(asdict(outcome)), flush=True)
     return 0

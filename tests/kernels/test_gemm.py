@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from .gluon_machine import Machine
 from .linear_cases import (
     DTYPES,
     Case,
@@ -122,3 +123,46 @@ def test_zero_rows_stay_finite_under_a_norm(rng_seed: int, tmp_path: Path) -> No
     tensors["x"][0] = 0.0
     y = run_case(text, fused, case, tensors, tmp_path)
     assert torch.equal(y[0], torch.zeros_like(y[0]))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "N", "K", "programs", "stages", "ping_pong"),
+    [
+        (40, 96, 80, 3, 3, False),
+        (40, 96, 80, 3, 3, True),
+        (70, 64, 16, 2, 2, True),
+        (9, 128, 144, 5, 4, True),
+        (1, 32, 64, 1, 2, False),
+        (33, 160, 48, 2, 5, True),
+    ],
+)
+def test_gluon_warps_agree_on_stages(
+    num_tokens: int,
+    N: int,
+    K: int,
+    programs: int,
+    stages: int,
+    ping_pong: bool,
+    rng_seed: int,
+    tmp_path: Path,
+) -> None:
+    case = Case(N=N, K=K, dtype="f16")
+    text, _ = emit_case(
+        "matmul_gluon",
+        case,
+        BLOCK_M=8,
+        BLOCK_N=32,
+        BLOCK_K=16,
+        STAGES=stages,
+        GROUP_M=2,
+        PING_PONG=ping_pong,
+        NUM_PROGRAMS=programs,
+    )
+    tensors = make_inputs(case, num_tokens, rng_seed)
+    path = tmp_path / "kernel.py"
+    path.write_text(text)
+    y = torch.full((num_tokens + 3, N), torch.nan, dtype=torch.float16)
+    launch = Machine().load(path)["launch"]
+    launch(tensors["x"], tensors["@layers.0.weight"], y, num_tokens)
+    assert y[num_tokens:].isnan().all()
+    assert_matches(y[:num_tokens], expected(case, tensors), torch.float16)

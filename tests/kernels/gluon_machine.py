@@ -1,0 +1,273 @@
+"""Run a warp-specialised Gluon module on threads and numpy: its barriers and its order of stages.
+
+Gluon has no interpreter. This one knows just what `matmul_gluon` uses: a group of warps is one
+thread, a fetch happens some time after it is asked for, a product reads its stage as late as its
+wait allows, so that a stage filled too early gives a wrong result and a missing arrival a time-out.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+DEADLINE_S = 20.0
+
+
+class Memory:
+    """Shared memory: an array whose first axis can be indexed, or the view of one stage."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def index(self, number: int) -> Memory:
+        return Memory(self.array[number])
+
+    def permute(self, order: tuple[int, ...]) -> Memory:
+        return Memory(self.array.transpose(order))
+
+    def store(self, value: np.ndarray) -> None:
+        self.array[...] = value
+
+
+class Barriers:
+    """Barriers that count arrivals and bytes, and flip a phase when both are complete."""
+
+    def __init__(self, count: int) -> None:
+        self.all = [Barrier() for _ in range(count)]
+
+    def index(self, number: int) -> Barrier:
+        return self.all[number]
+
+
+class Barrier:
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.count = self.pending = self.missing_bytes = self.phase = 0
+
+    def settle(self) -> None:
+        if self.pending == 0 and self.missing_bytes == 0:
+            self.phase ^= 1
+            self.pending = self.count
+            self.changed.notify_all()
+
+
+class Mbarrier:
+    """The functions of `mbarrier`."""
+
+    MBarrierLayout = staticmethod(lambda: None)
+
+    @staticmethod
+    def init(bar: Barrier, count: int) -> None:
+        bar.count = bar.pending = count
+
+    @staticmethod
+    def expect(bar: Barrier, size: int) -> None:
+        with bar.changed:
+            bar.missing_bytes += size
+            bar.pending -= 1
+            bar.settle()
+
+    @staticmethod
+    def arrive(bar: Barrier, count: int, pred: bool = True) -> None:
+        if pred:
+            with bar.changed:
+                bar.pending -= count
+                assert bar.pending >= 0, "more arrivals than the barrier counts"
+                bar.settle()
+
+    @staticmethod
+    def wait(bar: Barrier, parity: int) -> None:
+        with bar.changed:
+            done = bar.changed.wait_for(lambda: bar.phase != parity, DEADLINE_S)
+        assert done, "a wait that nobody ends"
+
+
+class Accumulator:
+    """Results with products that are still to be added, oldest first."""
+
+    def __init__(self, value: np.ndarray) -> None:
+        self.value = value
+        self.open: list[tuple[Memory, Memory, bool]] = []
+
+
+def multiply(x: Memory, w: Memory, acc: Any, use_acc: bool, is_async: bool) -> Accumulator:
+    acc = acc if isinstance(acc, Accumulator) else Accumulator(acc)
+    acc.open.append((x, w, use_acc))
+    return acc
+
+
+def finish_products(pending: int, deps: tuple[Accumulator]) -> Any:
+    (acc,) = deps
+    time.sleep(random.random() * 1e-4)
+    while len(acc.open) > pending:
+        x, w, use_acc = acc.open.pop(0)
+        product = x.array.astype(np.float32) @ w.array.astype(np.float32)
+        acc.value = acc.value + product if use_acc else product
+    return acc if pending else acc.value.view(Result)
+
+
+class Result(np.ndarray):
+    """Results in registers."""
+
+    def to(self, dtype: Any) -> np.ndarray:
+        return np.asarray(self)
+
+
+class Descriptor:
+    """Describe blocks of a matrix; what lies outside of it reads as zeros and is not written."""
+
+    layout = dtype = None
+
+    def __init__(self, tensor: torch.Tensor, block: list[int]) -> None:
+        self.tensor, self.block = tensor, block
+
+    @staticmethod
+    def from_tensor(tensor: torch.Tensor, block: list[int], layout: Any) -> Descriptor:
+        return Descriptor(tensor, block)
+
+    def window(self, place: list[int]) -> tuple[torch.Tensor, tuple[slice, slice]]:
+        (row, column), (height, width) = place, self.block
+        found = self.tensor[row : row + height, column : column + width]
+        return found, (slice(0, found.shape[0]), slice(0, found.shape[1]))
+
+
+def fetch(desc: Descriptor, place: list[int], bar: Barrier, stage: Memory) -> None:
+    def deliver() -> None:
+        time.sleep(random.random() * 1e-4)
+        found, inside = desc.window(place)
+        stage.array[...] = 0
+        stage.array[inside] = found.numpy()
+        with bar.changed:
+            bar.missing_bytes -= stage.array.size * 2
+            bar.settle()
+
+    threading.Thread(target=deliver, daemon=True).start()
+
+
+def send(desc: Descriptor, place: list[int], tile: Memory) -> None:
+    found, inside = desc.window(place)
+    found[...] = torch.from_numpy(np.ascontiguousarray(tile.array[inside])).to(found.dtype)
+
+
+class Machine:
+    """One program at a time, each with a thread per group of warps."""
+
+    def __init__(self) -> None:
+        self.program = self.num_programs = 0
+
+    def specialise(self, parts: list[tuple[Callable, tuple]], *_: Any) -> None:
+        errors: list[BaseException] = []
+
+        def run(function: Callable, arguments: tuple) -> None:
+            try:
+                function(*arguments)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=part, daemon=True) for part in parts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * DEADLINE_S)
+        if errors:
+            raise errors[0]
+
+    def jit(self, function: Callable | None = None, **_: Any) -> Any:
+        if function is None:
+            return self.jit
+        return Kernel(self, function)
+
+    def allocate(self, dtype: Any, shape: list[int], layout: Any) -> Memory | Barriers:
+        if dtype == "i64":
+            return Barriers(shape[0])
+        return Memory(np.full(shape, np.nan, np.float32))
+
+    def modules(self) -> dict[str, types.ModuleType]:
+        nothing: Callable = lambda *_, **__: None  # noqa: E731
+        base = "triton.experimental.gluon"
+        language = types.ModuleType(f"{base}.language")
+        vars(language).update(
+            constexpr=object,
+            float32="f32",
+            int64="i64",
+            zeros=lambda shape, dtype, layout: np.zeros(shape, np.float32),
+            static_range=range,
+            minimum=min,
+            program_id=lambda axis: self.program,
+            num_programs=lambda axis: self.num_programs,
+            allocate_shared_memory=self.allocate,
+            warp_specialize=self.specialise,
+            NVMMADistributedLayout=nothing,
+            NVMMASharedLayout=nothing,
+            barrier=nothing,
+        )
+        tma = types.SimpleNamespace(async_load=fetch, async_store=send, store_wait=nothing)
+        hopper = types.ModuleType("hopper")
+        vars(hopper).update(
+            fence_async_shared=nothing,
+            mbarrier=Mbarrier,
+            tma=tma,
+            warpgroup_mma=multiply,
+            warpgroup_mma_wait=finish_products,
+            TensorDescriptor=Descriptor,
+        )
+        gluon = types.ModuleType(base)
+        vars(gluon).update(jit=self.jit, language=language)
+        return {
+            base: gluon,
+            f"{base}.language": language,
+            f"{base}.language.nvidia.hopper": hopper,
+            f"{base}.nvidia.hopper": hopper,
+        }
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Take Gluon's place among the imported modules."""
+        ours = self.modules()
+        hidden = {name: sys.modules.pop(name) for name in ours if name in sys.modules}
+        sys.modules.update(ours)
+        try:
+            yield
+        finally:
+            for name in ours:
+                del sys.modules[name]
+            sys.modules.update(hidden)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Run a module's text on this machine and give its names."""
+        names: dict[str, Any] = {"__name__": "emulated"}
+        with self.installed():
+            exec(compile(path.read_text(), str(path), "exec"), names)
+        return names
+
+
+class Kernel:
+    """A function of the module: called by another one, or launched over a grid."""
+
+    def __init__(self, machine: Machine, function: Callable) -> None:
+        self.machine, self.function = machine, function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.function(*arguments)
+
+    def __getitem__(self, grid: tuple[int]) -> Callable:
+        def launch(*arguments: Any, num_warps: int, enable_fp_fusion: bool, **named: Any) -> None:
+            self.machine.num_programs = grid[0]
+            for self.machine.program in range(grid[0]):
+                self.function(*arguments, **named)
+
+        return launch

@@ -1,0 +1,116 @@
+"""Compiling emitted kernels for GPUs that are not there, in processes without the interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from treadle.ir.errors import MachineError
+from treadle.kernels.cross_compile import Job, Outcome, compile_many, compile_module
+from treadle.kernels.epilogue import TILES
+
+from .linear_cases import Case, emit_case
+
+SPLIT = ("matmul_skinny", "matmul_skinny_tma")
+HOPPER_ONLY = ("matmul_tma", "matmul_skinny_tma", "matmul_gluon")
+# Bytes of shared memory that one program may have.
+SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
+
+
+def write_job(
+    folder: Path, template: str, form: str, target: str, tokens: int, **schedule: int | bool
+) -> Job:
+    """Emit a bf16 case with the sizes of an 8B model's gate-up projection, and ask for `target`."""
+    case = Case(form, dtype="bf16", N=28672, K=4096)
+    text, fused = emit_case(template, case, **schedule)
+    path = folder / f"{template}_{'_'.join(form.split())}_{target}.py"
+    path.write_text(text)
+    shapes = {name: type_.bound_shape({"T": tokens}) for name, type_ in case.types.items()}
+    names = [*fused.inputs, case.op.outputs[0]]
+    tensors = [f"{case.types[name].dtype}[{', '.join(map(str, shapes[name]))}]" for name in names]
+    extra = ["f32[1024]", "i32[1024]"] if template in SPLIT else []
+    return Job(str(path), target, (*tensors, *extra, tokens))
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """Compile one job of each kind, once for all tests."""
+    folder = tmp_path_factory.mktemp("jobs")
+    jobs = {
+        "gemv": write_job(folder, "gemv", "norm glu", "sm_90", 1, USE_PDL=True),
+        "ampere": write_job(folder, "matmul", "bias add", "sm_80", 512, BLOCK_M=64, num_warps=4),
+        "amd": write_job(folder, "matmul_skinny", "glu", "gfx942", 16, SPLIT_K=2, num_stages=2),
+        "tma": write_job(folder, "matmul_skinny_tma", "glu", "sm_90", 32, USE_PDL=True, SPLIT_K=2),
+        "gluon": write_job(folder, "matmul_gluon", "glu", "sm_90", 512),
+    }
+    found = {outcome.job: outcome for outcome in compile_many(list(jobs.values()))}
+    return {name: found[job] for name, job in jobs.items()}
+
+
+@pytest.mark.parametrize("name", ["gemv", "ampere", "amd", "tma", "gluon"])
+def test_kernel_compiles_without_spills(outcomes: dict[str, Outcome], name: str) -> None:
+    outcome = outcomes[name]
+    assert not outcome.error, outcome.error
+    (kernel,) = outcome.kernels
+    assert kernel.registers > 0
+    assert kernel.spill_bytes == 0
+    assert 0 < kernel.shared_bytes <= SHARED_LIMIT[outcome.job.target]
+
+
+def test_kernels_have_the_names_of_their_module(outcomes: dict[str, Outcome]) -> None:
+    assert [kernel.kernel for kernel in outcomes["gemv"].kernels] == ["gemv__norm__glu"]
+
+
+def test_failed_jobs_tell_why_and_leave_others_alone(tmp_path: Path) -> None:
+    texts = {
+        "broken": "import no_such_module_anywhere\n",
+        "crash": "import os\n\n\ndef launch() -> None:\n    os._exit(11)\n",
+        "endless": "import time\n\n\ndef launch() -> None:\n    time.sleep(60)\n",
+        "empty": "def launch() -> None:\n    pass\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    jobs = [Job(str(tmp_path / f"{name}.py"), "sm_90", ()) for name in texts]
+    jobs.append(Job(jobs[-1].path, "sm_banana", ()))
+    errors = {
+        (Path(o.job.path).stem, o.job.target): o.error for o in compile_many(jobs, timeout_s=2)
+    }
+    assert "no_such_module_anywhere" in errors["broken", "sm_90"]
+    assert "exit code 11" in errors["crash", "sm_90"]
+    assert "not compiled after 2 s" in errors["endless", "sm_90"]
+    assert "`sm_banana` is no target" in errors["empty", "sm_banana"]
+    assert not errors["empty", "sm_90"]
+
+
+def test_interpreting_process_is_told_to_use_another() -> None:
+    with pytest.raises(MachineError, match="compile_many"):
+        compile_module(Path("kernel.py"), (), "sm_90")
+
+
+def test_other_sizes_of_a_step_find_the_same_binary(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    jobs = [write_job(tmp_path, "gemv", "", "sm_90", tokens, ROWS=2) for tokens in (1, 7, 16)]
+    for outcome in compile_many(jobs, workers=1, triton_cache=cache):
+        assert not outcome.error, outcome.error
+    assert len(list(cache.rglob("*.cubin"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", sorted(SHARED_LIMIT))
+def test_every_template_and_form_compiles(target: str, tmp_path: Path) -> None:
+    jobs = []
+    for template in sorted(TILES):
+        if template in HOPPER_ONLY and target not in ("sm_90", "sm_100"):
+            continue
+        if template == "matmul_gluon" and target != "sm_90":
+            continue
+        for form in ("", "bias add", "glu"):
+            tokens = {"gemv": 1, "matmul_skinny": 16, "matmul_skinny_tma": 16}.get(template, 512)
+            stages = {"num_stages": 2} if target == "gfx942" else {}
+            jobs.append(write_job(tmp_path, template, form, target, tokens, **stages))
+    for outcome in compile_many(jobs):
+        assert not outcome.error, f"{outcome.job.path}: {outcome.error}"
+        for kernel in outcome.kernels:
+            assert kernel.spill_bytes == 0, kernel
+            assert kernel.shared_bytes <= SHARED_LIMIT[target], kernel
