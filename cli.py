@@ -395,6 +395,29 @@ def explain_command() -> None:
     """
 
 
+@command("verify", "runtime.verify_command:run_verify")
+@click.argument("source", metavar="ARTIFACT|MODEL")
+@click.option(
+    "--kernels-only", is_flag=True, help="Leave out the comparison of layers with transformers."
+)
+@target_option
+@progress_option
+@json_option
+def verify_command() -> None:
+    """Prove a model: kernels against their references, layers against transformers.
+
+    Plays steps of every bucket launch by launch and compares each result with the op's plain torch
+    meaning on the same inputs; then compares the stream after each layer with transformers. Names
+    the first place that departs, and ends with exit code 1 there.
+
+    \b
+    Examples:
+      treadle verify ./Llama-3.2-1B
+      treadle verify llama.artifact --kernels-only
+      TRITON_INTERPRET=1 treadle verify ./tiny --target interpret
+    """
+
+
 @command("check-env", "runtime.check_env:run_check_env")
 @click.option("--need-gpu", is_flag=True, help="Let a missing GPU be a failure.")
 @click.option("--markdown", is_flag=True, help="Print a table to paste into a bug report.")

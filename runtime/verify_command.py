@@ -1,0 +1,150 @@
+"""The body of `verify`: prove every kernel, then every layer, and say where it departs.
+
+Called by the command line only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from treadle.ir.errors import KernelError
+from treadle.runtime.commands import artifact_of
+from treadle.runtime.console import print_json, print_table
+from treadle.runtime.loading import LoadedArtifact, ServeOptions, load_artifact
+from treadle.runtime.progress import Progress
+from treadle.runtime.triton_program import TritonProgram
+from treadle.runtime.verify import (
+    HINTS,
+    LayerCheck,
+    OpCheck,
+    prepare_prompt,
+    verify_layers,
+    verify_program,
+)
+
+# Lengths on and around page edges, and one that a chunk of the smallest bucket does not hold.
+PROMPT_LENGTHS = (1, 15, 16, 17, 33)
+
+
+def run_verify(source: str, target: str, kernels_only: bool, progress: str, as_json: bool) -> None:
+    """Prove a model's kernels against their references and its layers against transformers.
+
+    Raises: KernelError: a check failed; names the first one and what to look at.
+    """
+    path = artifact_of(source, target, progress)
+    with Progress(progress) as shown, shown.phases() as report:
+        loaded = load_artifact(path, ServeOptions(num_pages=_pages(path)), report)
+        launches = _verify_kernels(loaded, report)
+        layers: list[LayerCheck] = []
+        if not kernels_only:
+            report("comparing layers with transformers")
+            layers = list(verify_layers(loaded, _prompt(loaded, 24)))
+    if as_json:
+        print_json(
+            {
+                "artifact": str(path),
+                "kernels": [{**asdict(check), "passed": check.passed} for check in launches],
+                "layers": [{**asdict(check), "passed": check.passed} for check in layers],
+            }
+        )
+    else:
+        _print(launches, layers)
+    _raise_first(launches, layers)
+
+
+def _pages(path: Path) -> int:
+    """Give pages enough for the prompts that are checked, and no more."""
+    return 4 * len(PROMPT_LENGTHS) + 64
+
+
+def _prompt(loaded: LoadedArtifact, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(length)
+    vocab_size = int(loaded.checkpoint.config["vocab_size"])
+    return torch.randint(0, vocab_size, (length,), generator=generator).tolist()
+
+
+def _verify_kernels(loaded: LoadedArtifact, report: object) -> list[OpCheck]:
+    """Play prompts and a decode step through every program that launches kernels."""
+    found: list[OpCheck] = []
+    engine = loaded.artifact.manifest.engine
+    for (step, bucket), program in loaded.programs.items():
+        if not isinstance(program, TritonProgram):
+            continue
+        assert callable(report), "a phase's reporter is called with its text"
+        report(f"checking the {step} step of up to {bucket}")
+        graph = loaded.graphs[program.plan.form]
+        room = bucket if step == "mixed" else engine.max_step_tokens
+        prompts: list[list[int]] = []
+        for length in PROMPT_LENGTHS:
+            used = sum(map(len, prompts))
+            if used + length <= room and len(prompts) < min(bucket, engine.max_rows):
+                prompts.append(_prompt(loaded, length))
+        sizes = prepare_prompt(loaded, prompts)
+        if step == "decode":
+            _fill_cache(loaded)
+            sizes = _decode_rows(loaded, len(prompts), bucket)
+        found += verify_program(program, graph, loaded.state, loaded.weights, *sizes)
+    return found
+
+
+def _fill_cache(loaded: LoadedArtifact) -> None:
+    for both in loaded.state.caches.values():
+        for cache in both:
+            cache.normal_()
+
+
+def _decode_rows(loaded: LoadedArtifact, num_prompts: int, bucket: int) -> tuple[int, int]:
+    """Let the prompts' rows decode, the rest of the bucket being padding."""
+    rows = loaded.state.tensors["seq_rows"]
+    rows.fill_(-1)
+    rows[:num_prompts] = torch.arange(num_prompts, dtype=rows.dtype)
+    return bucket, bucket
+
+
+def _print(launches: Sequence[OpCheck], layers: Sequence[LayerCheck]) -> None:
+    by_kernel: dict[str, list[OpCheck]] = {}
+    for check in launches:
+        by_kernel.setdefault(check.kernel, []).append(check)
+    rows = [("kernel", "results", "worst relative error", "allowed", "")]
+    for kernel, checks in sorted(by_kernel.items()):
+        worst = max(checks, key=lambda check: check.error)
+        verdict = "ok" if all(check.passed for check in checks) else "FAILED"
+        rows.append(
+            (kernel, str(len(checks)), f"{worst.error:.2e}", f"{worst.tolerance:.0e}", verdict)
+        )
+    if launches:
+        print_table(rows)
+    else:
+        print("The target `reference` has no kernels: their meaning is what runs.")
+    if layers:
+        print("\nAgainst transformers (eager, float32):")
+        print_table(
+            [
+                (check.layer, f"{check.error:.2e}", "ok" if check.passed else "DEPARTS")
+                for check in layers
+            ]
+        )
+
+
+def _raise_first(launches: Sequence[OpCheck], layers: Sequence[LayerCheck]) -> None:
+    failed = next((check for check in launches if not check.passed), None)
+    if failed is not None:
+        raise KernelError(
+            f"Kernel {failed.kernel} departs from its reference at `{failed.op}`: result "
+            f"`{failed.result}` is off by {failed.error:.3g}, allowed are {failed.tolerance:g}.",
+            remedy="`treadle show ARTIFACT --kernel NAME` prints it; its docstring says what it "
+            "should compute.",
+        )
+    departed = next((check for check in layers if not check.passed), None)
+    if departed is not None:
+        raise KernelError(
+            f"The model departs from transformers at {departed.layer}: relative error "
+            f"{departed.error:.3g}, allowed are {departed.tolerance:g}.",
+            remedy="Kernels agree with their references, so the spec differs there. Look at "
+            + "; ".join(HINTS)
+            + ".",
+        )
