@@ -1,4 +1,4 @@
-"""How modules load: each one alone, the lower layers without torch, the command line without weight.
+"""How modules load: each one alone, the lower layers without torch, the command line lightly.
 
 In fresh processes throughout: what this test process has imported must not hide anything.
 """
@@ -16,14 +16,18 @@ ROOT = Path(__file__).resolve().parents[1]
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
 HEAVY = ["torch", "triton", "transformers", "numpy", "aiohttp"]
+# transformers loads its parts when they are first used: these, or each module would load them.
+PARTS = ["transformers.models.auto.tokenization_auto", "safetensors.torch", "gguf"]
 
 # One process imports the libraries once and forks per module, so that each module starts from
 # nothing of ours; a fresh interpreter for each would take minutes.
 IMPORT_EACH_ALONE = """
 import importlib, json, os, sys, traceback
-import aiohttp, numpy, torch, transformers, triton, triton.language
+libraries, modules = (text.split() for text in sys.argv[1:])
+for library in libraries:
+    importlib.import_module(library)
 failures = {}
-for module in sys.argv[1:]:
+for module in modules:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -44,6 +48,24 @@ print(json.dumps(failures))
 """
 
 
+def import_each_alone(
+    run_python: RunPython, libraries: list[str], modules: list[str], *switches: str
+) -> str:
+    """Import each module in a process of its own; give the failures, or nothing."""
+    # The interpreter, as in the rest of the tests: without it some modules want a GPU's driver.
+    done = run_python(
+        *switches,
+        "-c",
+        IMPORT_EACH_ALONE,
+        " ".join(libraries),
+        " ".join(modules),
+        TRITON_INTERPRET="1",
+    )
+    assert done.returncode == 0, done.stderr
+    failures = json.loads(done.stdout.splitlines()[-1])
+    return "\n".join(f"{module}:\n{text}" for module, text in failures.items())
+
+
 def modules_of(*folders: str) -> list[str]:
     return [
         "treadle." + path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
@@ -54,19 +76,24 @@ def modules_of(*folders: str) -> list[str]:
 
 
 def test_each_module_imports_alone(run_python: RunPython) -> None:
-    modules = [*modules_of("kernels", "models", "runtime", "server", "bench"), "treadle.cli"]
-    # The interpreter, as in the rest of the tests: without it some modules want a GPU's driver.
-    done = run_python("-c", IMPORT_EACH_ALONE, *modules, TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr
-    failures = json.loads(done.stdout.splitlines()[-1])
-    assert not failures, "\n".join(f"{module}:\n{text}" for module, text in failures.items())
+    modules = modules_of("kernels", "models", "runtime", "server", "bench")
+    assert import_each_alone(run_python, [*HEAVY, *PARTS], [*modules, "treadle.cli"]) == ""
 
 
-@pytest.mark.parametrize("module", modules_of("ir", "models"))
-def test_it_needs_the_standard_library_only(run_python: RunPython, module: str) -> None:
+def test_the_lower_layers_need_the_standard_library_only(run_python: RunPython) -> None:
     # `-S` leaves site-packages out: nothing that is installed can be imported.
-    done = run_python("-S", "-c", f"import {module}, sys; assert 'torch' not in sys.modules")
-    assert done.returncode == 0, done.stderr
+    assert import_each_alone(run_python, [], modules_of("ir", "models"), "-S") == ""
+
+
+def test_without_site_packages_torch_is_not_found(run_python: RunPython) -> None:
+    # The test above can fail.
+    assert "No module named 'torch'" in import_each_alone(run_python, [], ["torch"], "-S")
+
+
+def test_a_module_that_fails_is_named(run_python: RunPython, tmp_path: Path) -> None:
+    found = import_each_alone(run_python, [], ["treadle.ir.dims", "treadle.ir.absent"])
+    assert found.startswith("treadle.ir.absent:\n")
+    assert "treadle.ir.dims" not in found
 
 
 def test_the_command_line_imports_nothing_heavy(run_python: RunPython) -> None:
