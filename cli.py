@@ -404,7 +404,7 @@ def explain_command() -> None:
 @progress_option
 @json_option
 def verify_command() -> None:
-    """Prove a model: kernels against their references, layers against transformers.
+    """Prove a model's kernels and layers against references.
 
     Plays steps of every bucket launch by launch and compares each result with the op's plain torch
     meaning on the same inputs; then compares the stream after each layer with transformers. Names
@@ -414,7 +414,7 @@ def verify_command() -> None:
     Examples:
       treadle verify ./Llama-3.2-1B
       treadle verify llama.artifact --kernels-only
-      TRITON_INTERPRET=1 treadle verify ./tiny --target interpret
+      treadle verify ./tiny --target interpret
     """
 
 
