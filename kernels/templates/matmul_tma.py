@@ -22,12 +22,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 SHAPE = dict(N=4096, K=4096, N_OUT=4096)
 SCHEDULE = dict(
     BLOCK_M=128,
-    BLOCK_N=256,
+    BLOCK_N=128,
     BLOCK_K=64,
     GROUP_M=8,
     NUM_PROGRAMS=132,
     num_warps=8,
-    num_stages=3,
+    num_stages=4,
 )
 
 
