@@ -49,6 +49,22 @@ CONFIGS: dict[str, dict[str, object]] = {
         "rope_theta": 500000.0,
         "torch_dtype": "bfloat16",
     },
+    # Qwen3-0.6B's sizes without its norms of q and k, which the Llama spec does not have.
+    "qwen3-0.6b-shapes": _LLAMA
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+        "rope_theta": 1000000.0,
+        "torch_dtype": "bfloat16",
+    },
     "smollm2-135m": _LLAMA
     | {
         "vocab_size": 49152,

@@ -186,6 +186,7 @@ def _lower_linear(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]
         num_inputs=int(weight.shape[1]),  # type: ignore[arg-type]
         feature_multiple=2 * glu.params.interleave if glu else 1,
         element_bytes=DTYPE_BYTES[weight.dtype],
+        wide_out=DTYPE_BYTES[graph.type_of(op.outputs[0]).dtype] > DTYPE_BYTES[weight.dtype],
     )
     lowered: dict[str, FusedLinear] = {}
     for template, schedule in matmul_choices(sizes, where.target, where.architecture):

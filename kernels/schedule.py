@@ -20,13 +20,17 @@ SKINNY_ROWS = 256  # beyond it the tokens are the left operand
 
 @dataclass(frozen=True)
 class Sizes:
-    """Give the sizes that a matmul's schedule depends on; `feature_multiple` divides BLOCK_N."""
+    """Give the sizes that a matmul's schedule depends on; `feature_multiple` divides BLOCK_N.
+
+    `wide_out` says that results are wider than the operands: logits in f32.
+    """
 
     rows: int
     num_features: int
     num_inputs: int
     feature_multiple: int = 1
     element_bytes: int = 2
+    wide_out: bool = False
 
 
 def power_of_two(value: int) -> int:
@@ -46,9 +50,15 @@ def matmul_choices(sizes: Sizes, target: str, architecture: str) -> Iterator[tup
         skinny = [("matmul_skinny", schedule) for schedule in _skinny(sizes, _POINTER_TILES)]
         if has_tma:
             by_tma = [("matmul_skinny_tma", schedule) for schedule in _skinny(sizes, _TMA_TILES)]
-            skinny = by_tma + skinny if sizes.rows > 8 else skinny + by_tma
-        yield from skinny
+            if sizes.rows > 8:
+                skinny = by_tma + skinny[:8]
+            else:
+                skinny = skinny[:12] + by_tma[:12]
+        # Next to a GEMV a few are enough to see that tensor cores don't win.
+        yield from skinny[:8] if sizes.rows <= GEMV_ROWS else skinny
     if sizes.rows > 64 or not has_tma:
+        if architecture == "sm_90" and has_tma and sizes.element_bytes == 2 and not sizes.wide_out:
+            yield from (("matmul_gluon", schedule) for schedule in _matmul_gluon(sizes))
         if has_tma:
             yield from (("matmul_tma", schedule) for schedule in _matmul_tma(sizes))
         yield from (("matmul", schedule) for schedule in _matmul(sizes))
@@ -117,7 +127,11 @@ _MAX_SHARED_BYTES = 227 * 1024
 def _skinny(sizes: Sizes, tiles: list[tuple[int, int, int, int]]) -> Iterator[Schedule]:
     """Weights on the left; K is split where the features alone don't fill the GPU."""
     block_m = min(max(16, power_of_two(sizes.rows)), 128)
-    blocks_m = [block_m] if sizes.rows > 8 else [block_m, 8]
+    blocks_m = [block_m]
+    if sizes.rows <= 8:
+        blocks_m = [block_m, 8]
+    elif sizes.rows >= 128:
+        blocks_m = [block_m, 64] if sizes.rows == 128 else [block_m, 256]
     for index, (block_n, block_k, warps, stages) in enumerate(tiles):
         block_k = block_k * 2 // sizes.element_bytes
         programs = -(-sizes.num_features // block_n)
@@ -159,6 +173,35 @@ def _matmul(sizes: Sizes) -> Iterator[Schedule]:
         }
 
 
+# (BLOCK_M, BLOCK_N, stages, tiles of tokens per group, ping-pong); lab figures in bench/NOTES.md
+_GLUON_TILES = [
+    (64, 256, 3, 8, False),
+    (128, 128, 5, 8, True),
+    (64, 256, 3, 16, False),
+    (64, 128, 6, 8, False),
+    (128, 128, 3, 8, False),
+]
+_GLUON_TILES_FEW_ROWS = [(64, 128, 6, 8, False), (64, 64, 8, 8, False)]
+
+
+def _matmul_gluon(sizes: Sizes) -> Iterator[Schedule]:
+    """Specialised warps: two groups of consumers share a tile, or take turns (ping-pong)."""
+    tiles = [*_GLUON_TILES]
+    if sizes.rows <= 512:
+        tiles = [*_GLUON_TILES_FEW_ROWS, *tiles]
+    for block_m, block_n, stages, group_m, ping_pong in dict.fromkeys(tiles):
+        yield {
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_K": 64,
+            "STAGES": stages,
+            "GROUP_M": group_m,
+            "PING_PONG": ping_pong,
+            "NUM_PROGRAMS": NUM_MULTIPROCESSORS,
+            "num_warps": 4,
+        }
+
+
 def _matmul_tma(sizes: Sizes) -> Iterator[Schedule]:
     shapes = [(128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 64, 64, 4, 5), (128, 128, 64, 4, 4)]
     if sizes.rows <= 256:
@@ -189,12 +232,14 @@ def attention_decode_schedules(
     longest = power_of_two(-(-dims["C"] // 128))
     splits = max(1, min(power_of_two(4 * NUM_MULTIPROCESSORS // programs), longest, 64))
     if programs <= NUM_MULTIPROCESSORS // 4:
-        shapes = [(64, 4, 3), (32, 1, 5), (64, 2, 5)]
+        shapes = [(64, 4, 3), (32, 1, 5), (64, 2, 5), (32, 2, 5), (32, 4, 3)]
     else:
-        shapes = [(64, 4, 3), (64, 4, 5), (64, 2, 5)]
-    for block_tokens, warps, stages in shapes:
-        for use_pdl in (True, False):
-            yield _attention_decode(block_tokens, splits, 128, warps, stages, use_pdl=use_pdl)
+        shapes = [(64, 4, 3), (64, 4, 5), (64, 2, 5), (128, 4, 3), (64, 8, 3), (32, 2, 7)]
+    for index, (block_tokens, warps, stages) in enumerate(shapes):
+        several = [splits, splits * 2, max(1, splits // 2)] if index < 3 else [splits]
+        for number in dict.fromkeys(several):
+            for use_pdl in (True, False) if number == splits else (True,):
+                yield _attention_decode(block_tokens, number, 128, warps, stages, use_pdl=use_pdl)
 
 
 def _attention_decode(
@@ -217,9 +262,14 @@ def attention_prefill_schedules(
     if target == "interpret":
         yield _attention_prefill(64, 64, 4, 1, pack_heads=True)
         return
-    wide = [(128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2)]
-    for block_rows, block_tokens, warps, stages in wide if dims["T"] > 64 else wide[1:]:
-        yield _attention_prefill(block_rows, block_tokens, warps, stages, pack_heads=True)
+    shapes = [(128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 4, 3), (64, 32, 4, 4)]
+    if dims["T"] <= 64:
+        shapes = [(64, 64, 4, 3), (16, 64, 4, 3), (32, 64, 4, 3)]
+    for block_rows, block_tokens, warps, stages in shapes:
+        for pack_heads in (True, False):
+            yield _attention_prefill(
+                block_rows, block_tokens, warps, stages, pack_heads=pack_heads
+            )
 
 
 def _attention_prefill(

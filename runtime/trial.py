@@ -62,6 +62,24 @@ class Trial:
             for cache in both:
                 cache.normal_()
 
+    def fill_prompts(self, num_seqs: int, prompt_tokens: int) -> None:
+        """Write a mixed step of whole prompts of random tokens."""
+        self.fill(num_seqs, prompt_tokens)
+        state, device = self.state, self.state.packed.device
+        total = num_seqs * prompt_tokens
+        token = torch.arange(total, device=device, dtype=torch.int32)
+        starts = torch.arange(num_seqs + 1, device=device, dtype=torch.int32) * prompt_tokens
+        inputs = {
+            "token_ids": torch.randint(0, 256, (total,), device=device, dtype=torch.int32),
+            "positions": token % prompt_tokens,
+            "token_seq": token // prompt_tokens,
+            "query_start": starts,
+            "context_lens": torch.full_like(starts[1:], prompt_tokens),
+            "sample_index": starts[1:] - 1,
+        }
+        for name, values in inputs.items():
+            state.tensors[name][: len(values)] = values
+
 
 def random_weights(
     weights: tuple[Weight, ...], window: int, device: torch.device

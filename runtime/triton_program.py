@@ -116,17 +116,19 @@ class TritonProgram:
 
 
 class GraphedProgram:
-    """Replay a decode program as one CUDA graph, captured at its bucket's size."""
+    """Replay a program as one CUDA graph, captured at given sizes (by default its bucket's)."""
 
-    def __init__(self, program: TritonProgram, pool: tuple[int, int]) -> None:
+    def __init__(
+        self, program: TritonProgram, pool: tuple[int, int], sizes: tuple[int, int] | None = None
+    ) -> None:
         self._program = program
-        bucket = program.plan.bucket
+        sizes = sizes or (program.plan.bucket, program.plan.bucket)
         # Uncaptured once: kernels are loaded, and a fault shows its own name.
-        program.run(bucket, bucket)
+        program.run(*sizes)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
-            program.run(bucket, bucket)
+            program.run(*sizes)
 
     def run(self, num_tokens: int, num_seqs: int) -> Mapping[str, torch.Tensor]:
         """Replay; sequences beyond the step's own are padding rows."""

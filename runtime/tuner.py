@@ -1,4 +1,4 @@
-"""Tune decode steps: time each kernel's candidates inside the whole step, where they will run.
+"""Tune programs: time each kernel's candidates inside the whole step, where they will run.
 
 A kernel timed alone misleads: dependent launch, the cache and the neighbours' tails decide between
 candidates that are a few percent apart. So a step of a few layers is captured with one candidate
@@ -59,31 +59,48 @@ class KernelTuning:
         return min(self.timings, key=lambda timing: timing.step_ms)
 
 
-def tune_decode(
+@dataclass(frozen=True)
+class Workload:
+    """What a program is tuned on: decode steps at a context, or prompts of so many tokens each."""
+
+    step: str
+    num_seqs: int
+    context_tokens: int
+
+    @property
+    def bucket(self) -> int:
+        """The bucket of the program: sequences of a decode step, tokens of a mixed one."""
+        return self.num_seqs * (1 if self.step == "decode" else self.context_tokens)
+
+    @property
+    def form(self) -> str:
+        """The form of graph that plays it."""
+        return planner.decode_form(self.num_seqs) if self.step == "decode" else "mixed"
+
+
+def tune_program(
     graphs: Mapping[str, Graph],
     engine: EngineConfig,
-    bucket: int,
-    context_tokens: int,
+    work: Workload,
     table: TunedTable,
     architecture: str,
     report: Report = lambda phase: None,
-    passes: int = 1,
 ) -> tuple[TunedTable, list[KernelTuning]]:
-    """Tune the decode step of `bucket` sequences and give the table with the winners added.
+    """Tune the program that plays `work` and give the table with the winners added.
 
     `graphs` are the fused graphs of a model cut to a few layers: enough that its weights exceed the
     L2 cache, few enough that a step is short.
     """
-    device = torch.device("cuda")
-    sized = replace(engine, max_rows=bucket, max_step_tokens=max(bucket, 16))
-    form = planner.decode_form(bucket)
-    pages = bucket * (-(-(context_tokens + engine.page_size) // engine.page_size) + 1)
-    trial = make_trial({form: graphs[form]}, sized, pages, device)
-    trial.fill(bucket, context_tokens)
-    session = _Session(trial, form, bucket, context_tokens, architecture, report)
-    for number in range(passes):
-        for tuning in session.tunings.values():
-            session.tune(tuning, number)
+    sized = replace(engine, max_rows=work.num_seqs, max_step_tokens=max(work.bucket, 16))
+    pages = work.num_seqs * (-(-(work.context_tokens + engine.page_size) // engine.page_size) + 1)
+    trial = make_trial({work.form: graphs[work.form]}, sized, pages, torch.device("cuda"))
+    if work.step == "decode":
+        trial.fill(work.num_seqs, work.context_tokens)
+    else:
+        trial.fill_prompts(work.num_seqs, work.context_tokens)
+    session = _Session(trial, work, table, architecture, report)
+    for tuning in session.tunings.values():
+        session.tune(tuning)
     for tuning in session.tunings.values():
         if tuning.timings:
             table = table.with_choice(tuning.key, tuning.winner.template, tuning.winner.schedule)
@@ -91,23 +108,17 @@ def tune_decode(
 
 
 class _Session:
-    """Hold one bucket's trial: current choices, compiled candidates, the step's time so far."""
+    """Hold one program's trial: current choices, compiled candidates, the step's time so far."""
 
     def __init__(
-        self,
-        trial: Trial,
-        form: str,
-        bucket: int,
-        context_tokens: int,
-        architecture: str,
-        report: Report,
+        self, trial: Trial, work: Workload, table: TunedTable, architecture: str, report: Report
     ) -> None:
-        self.trial, self.form, self.bucket = trial, form, bucket
-        self.context_tokens, self.architecture, self.report = context_tokens, architecture, report
+        self.trial, self.work, self.table = trial, work, table
+        self.architecture, self.report = architecture, report
         self.folder = Path(tempfile.mkdtemp(prefix="treadle-tune-"))
-        self.graph = trial.graphs[form]
-        dims = planner.bucket_dims(trial.engine, "decode", bucket)
-        self.where = Situation(dims, "decode", "cuda", architecture)
+        self.graph = trial.graphs[work.form]
+        dims = planner.bucket_dims(trial.engine, work.step, work.bucket)
+        self.where = Situation(dims, work.step, "cuda", architecture)
         self.tunings: dict[str, KernelTuning] = {}
         self.candidates: dict[str, list[Candidate]] = {}
         self.chosen: dict[str, int] = {}
@@ -124,24 +135,27 @@ class _Session:
                 self.tunings[key].launches += 1
                 continue
             self.tunings[key] = KernelTuning(key, candidates[0].name, 1)
+            # What an earlier session found is where this one starts.
+            known = self.table.choose(op, self.graph, self.where, iter(candidates))
+            candidates.insert(0, candidates.pop(candidates.index(known)))
             self.candidates[key] = candidates
             self.chosen[key] = 0
 
     def _choose(
         self, op: Op, graph: Graph, where: Situation, candidates: Iterator[Candidate]
     ) -> Candidate:
-        first = next(candidates)
-        wanted = self.chosen[tuning_key(first, op, graph, where)]
-        for _ in range(wanted):
-            first = next(candidates)
-        return first
+        key = tuning_key(next(candidates), op, graph, where)
+        wanted = self.candidates[key][self.chosen[key]]
+        # The candidate of this very op, whose arguments are its own.
+        same = (c for c in lower(op, graph, where) if c.template == wanted.template)
+        return next(c for c in same if c.schedule == wanted.schedule)
 
     def _plan(self) -> planner.Plan:
         return planner.plan_one(
             self.trial.engine,
-            "decode",
-            self.bucket,
-            self.form,
+            self.work.step,
+            self.work.bucket,
+            self.work.form,
             self.graph,
             self.architecture,
             self._choose,
@@ -179,20 +193,21 @@ class _Session:
         plan.write(self.folder)
         workspace: Workspace = allocate_workspace(plan, self.trial.state.packed.device)
         programs = self.trial.programs(plan, self.folder / "kernels", workspace)
-        self.program = programs["decode", self.bucket]
-        self.trial.state.tensors["length"].fill_(self.context_tokens)
-        return GraphedProgram(self.program, torch.cuda.graph_pool_handle())
+        program = programs[self.work.step, self.work.bucket]
+        self.trial.state.tensors["length"].fill_(self.work.context_tokens)
+        pool = torch.cuda.graph_pool_handle()
+        return GraphedProgram(program, pool, (self.work.bucket, self.work.num_seqs))
 
     def _logits(self, program: GraphedProgram) -> torch.Tensor:
         """Give the logits of a step from one fixed state, to compare candidates by."""
         tensors = self.trial.state.tensors
-        tensors["length"].fill_(self.context_tokens)
-        tensors["last_token"].copy_(torch.arange(self.bucket) % 256)
+        tensors["length"].fill_(self.work.context_tokens)
+        tensors["last_token"].copy_(torch.arange(self.work.num_seqs) % 256)
         values = program.run(0, 0)
         torch.cuda.synchronize()
         return values["logits"].clone()
 
-    def tune(self, tuning: KernelTuning, number: int) -> None:
+    def tune(self, tuning: KernelTuning) -> None:
         """Time every candidate of one kernel in the step as it stands; keep the best."""
         candidates = self.candidates[tuning.key]
         if len(candidates) == 1:
@@ -226,7 +241,7 @@ class _Session:
             if not error <= TOLERANCES[torch.bfloat16] * 3:
                 reason = f"wrong logits, relative error {error:.3g}"
                 return Timing(candidate.template, candidate.schedule, failure=reason)
-            times = sorted(time_graph_ms(program, self.trial, self.context_tokens, ROUNDS))
+            times = sorted(time_graph_ms(program, self.trial, self.work.context_tokens, ROUNDS))
         except KernelError as error:
             return Timing(candidate.template, candidate.schedule, failure=str(error)[:300])
         spread = times[int(0.75 * ROUNDS)] - times[int(0.25 * ROUNDS)]
