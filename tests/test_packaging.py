@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import os
 import re
 import shutil
 import subprocess
@@ -46,12 +47,14 @@ def pins() -> dict[str, str]:
     return {normal(name): version for name, version in (line.split("==") for line in lines)}
 
 
-def source_modules() -> set[str]:
-    """Give every module of the project as a path below `treadle/`."""
+def source_files() -> set[str]:
+    """Give every file of the project's folders as a path below `treadle/`, data files too."""
     files = {"treadle/__init__.py", "treadle/cli.py"}
     for folder in FOLDERS:
         files |= {
-            f"treadle/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / folder).rglob("*.py")
+            f"treadle/{path.relative_to(ROOT).as_posix()}"
+            for path in (ROOT / folder).rglob("*")
+            if path.is_file() and "__pycache__" not in path.parts
         }
     return files
 
@@ -101,11 +104,11 @@ def test_every_link_of_the_import_folder_leads_to_the_root() -> None:
         assert (link.readlink().as_posix(), link.resolve()) == (f"../../{name}", ROOT / name)
 
 
-def test_every_folder_with_modules_is_a_package_of_the_wheel(wheel: Path) -> None:
+def test_the_wheel_holds_every_file_of_the_source_but_the_benchmarks(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        held = {name for name in archive.namelist() if name.endswith(".py")}
-    benchmarks = {name for name in source_modules() if name.startswith("treadle/bench/")}
-    assert held == source_modules() - benchmarks
+        held = {name for name in archive.namelist() if name.startswith("treadle/")}
+    benchmarks = {name for name in source_files() if name.startswith("treadle/bench/")}
+    assert held == source_files() - benchmarks
 
 
 def test_the_wheel_adds_one_top_level_name(wheel: Path) -> None:
@@ -152,3 +155,19 @@ def test_an_editable_installation_runs_and_hides_the_root(tmp_path: Path) -> Non
         [python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert shown.stdout == "None\n"
+
+
+def test_ci_can_be_started() -> None:
+    script = ROOT / ".ci/run"
+    assert os.access(script, os.X_OK)
+    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
+
+
+@pytest.mark.skipif(
+    Path(sys.prefix) != ROOT / ".venv", reason="asks of the environment that `make test` makes"
+)
+def test_a_second_make_installs_nothing() -> None:
+    environment = {name: text for name, text in os.environ.items() if "MAKE" not in name}
+    # -q: 0 when there is nothing to do, 1 when something would be done.
+    asked = subprocess.run(["make", "-q", "env"], cwd=ROOT, env=environment)
+    assert asked.returncode == 0
