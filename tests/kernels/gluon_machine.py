@@ -7,6 +7,7 @@ wait allows, so that a stage filled too early gives a wrong result and a missing
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 import threading
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -238,14 +240,14 @@ class Machine:
     def installed(self) -> Iterator[None]:
         """Take Gluon's place among the imported modules."""
         ours = self.modules()
-        hidden = {name: sys.modules.pop(name) for name in ours if name in sys.modules}
-        sys.modules.update(ours)
-        try:
+        experimental = importlib.import_module("triton.experimental")
+        gluon = ours["triton.experimental.gluon"]
+        # Once the real one is imported, `from triton.experimental import gluon` finds that.
+        with (
+            mock.patch.dict(sys.modules, ours),
+            mock.patch.object(experimental, "gluon", gluon, create=True),
+        ):
             yield
-        finally:
-            for name in ours:
-                del sys.modules[name]
-            sys.modules.update(hidden)
 
     def load(self, path: Path) -> dict[str, Any]:
         """Run a module's text on this machine and give its names."""
