@@ -1,0 +1,696 @@
+"""Decide what each step computes: which sequences, which of their tokens, in which rows and pages.
+
+State in, plan out: no tensors, no clock, no text. Called by the engine, from one thread.
+Steps must run on the device in the order in which they were planned, and every plan must be run.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from treadle.ir.errors import ConfigError, QueueFullError, RequestError
+from treadle.runtime.pages import Namespace, PagePool, PageTable
+from treadle.runtime.request import FinishReason, SamplingParams
+
+NO_ROW = -1
+_MAX_TOKEN_ID = 2**31 - 1
+
+
+class SequenceStatus(Enum):
+    """Where a sequence stands.
+
+    WAITING → RUNNING → FINISHED; RUNNING → (PREEMPTING →) WAITING when pages run out;
+    any → FINISHED. PREEMPTING and FINISHED sequences keep row and pages while a step uses them.
+    """
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTING = "preempting"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class SequenceState:
+    """One request from `add` to its end. Read by the engine, written by the scheduler only.
+
+    token_ids: prompt and generated tokens known to the host.
+    scheduled_tokens: tokens whose K and V are in the cache, or will be once the planned steps ran;
+      may be one more than `len(token_ids)`, when a step is planned ahead.
+    prefill_stop: tokens that were known when the sequence got its row; those are fed by the host,
+      every later one is the row's last sampled token, which the device has.
+    cached_tokens: prompt tokens that were not computed, thanks to the prefix cache.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    max_total_tokens: int  # prompt + generated, at most
+    stop_ids: frozenset[int]
+    table: PageTable
+    arrival: int
+    token_ids: list[int] = field(default_factory=list)
+    status: SequenceStatus = SequenceStatus.WAITING
+    row: int = NO_ROW
+    scheduled_tokens: int = 0
+    prefill_stop: int = 0
+    cached_tokens: int | None = None
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    # The scheduler's own: positions before `halt` need no decision when decoding, only positions
+    # before `last_position` are ever computed, and `last_step` is the latest step planned for it.
+    halt: int = 0
+    last_position: int = 0
+    last_step: int = -1
+
+    @property
+    def generated_ids(self) -> list[int]:
+        """Return the tokens generated so far."""
+        return self.token_ids[len(self.prompt_ids) :]
+
+    @property
+    def num_generated(self) -> int:
+        """Count the tokens generated so far."""
+        return len(self.token_ids) - len(self.prompt_ids)
+
+
+class Slice(NamedTuple):
+    """What one step computes for one sequence: positions start to stop, and perhaps a new token."""
+
+    sequence: SequenceState
+    row: int
+    start: int
+    stop: int
+    samples: bool
+
+
+class StepPlan:
+    """One step: decode slices first, then chunks of prompts. Immutable; made by the scheduler.
+
+    decodes, starts: the sequences that are fed their row's last sampled token (the host may not
+      know it yet), and its position.
+    chunks: the slices whose tokens are `sequence.token_ids[start:stop]`.
+    rows: the row of every slice. While `composition` stays the same, so do `rows` and the
+      slices' sequences (and the step is decode only), so what was derived from them can be kept.
+    new_rows: rows that got a (new) sequence; its slice is among `chunks`, and row state must be
+      set from it before the step runs.
+    block_updates: entries (row, index, page) to write to the block table before the step runs.
+    """
+
+    __slots__ = (
+        "_slices",
+        "block_updates",
+        "chunks",
+        "composition",
+        "decodes",
+        "new_rows",
+        "num_tokens",
+        "rows",
+        "starts",
+        "step",
+    )
+
+    def __init__(
+        self,
+        step: int,
+        composition: int,
+        decodes: tuple[SequenceState, ...],
+        starts: Sequence[int],
+        chunks: tuple[Slice, ...],
+        rows: tuple[int, ...],
+        new_rows: tuple[int, ...],
+        block_updates: tuple[tuple[int, int, int], ...],
+    ) -> None:
+        self.step = step
+        self.composition = composition
+        self.decodes = decodes
+        self.starts = starts
+        self.chunks = chunks
+        self.rows = rows
+        self.new_rows = new_rows
+        self.block_updates = block_updates
+        self.num_tokens = len(decodes) + sum(chunk.stop - chunk.start for chunk in chunks)
+        self._slices: tuple[Slice, ...] | None = None
+
+    @property
+    def num_decode(self) -> int:
+        """Count the decode slices, which come first."""
+        return len(self.decodes)
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Say whether every slice is a decode."""
+        return not self.chunks
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """Return all slices, in the order of `rows`. Built on first use: a decode step on the
+        device's own row state does not need them."""
+        if self._slices is None:
+            decodes = (
+                Slice(sequence, row, start, start + 1, True)
+                for sequence, row, start in zip(self.decodes, self.rows, self.starts, strict=False)
+            )
+            self._slices = (*decodes, *self.chunks)
+        return self._slices
+
+
+TokenEvent = tuple[SequenceState, int, FinishReason | None]
+"""A new token of a sequence, and why the sequence ended with it, if it did."""
+
+
+class Scheduler:
+    """Fill a persistent batch of rows, first come first served, one step at a time.
+
+    A sequence keeps its row from admission to its end or preemption. Sequences that decode come
+    first in each step, prompts are computed in chunks with what is left of `max_step_tokens`.
+    All pages of a prompt are taken at admission, those of generated tokens one at a time.
+
+    `max_in_flight` is the number of steps that may be planned and not completed: 1 is synchronous,
+    2 plans one step ahead. A sequence found to have ended while a later step computes it gets no
+    token from that step, and its row and pages come back when that step is complete.
+
+    When pages run out the youngest sequence loses its pages, returns to the front of the queue with
+    the tokens it has, and is computed again later; the oldest always advances.
+
+    Raises: ConfigError: when a limit is impossible.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        max_rows: int,
+        max_step_tokens: int,
+        max_model_len: int,
+        eos_token_ids: Iterable[int] = (),
+        max_waiting: int = 1024,
+        max_in_flight: int = 2,
+    ) -> None:
+        limits = {
+            "max_rows": (max_rows, 1),
+            # Every row may decode in one step; fewer tokens would starve some of them.
+            "max_step_tokens": (max_step_tokens, max_rows),
+            "max_model_len": (max_model_len, 2),
+            "max_waiting": (max_waiting, 1),
+            "max_in_flight": (max_in_flight, 1),
+        }
+        for name, (value, least) in limits.items():
+            if value < least:
+                because = " (`max_rows`)" if name == "max_step_tokens" else ""
+                raise ConfigError(
+                    f"Expected `{name}` of at least {least}{because}, found {value}.",
+                    remedy=f"Raise `{name}`.",
+                )
+        self.pool = pool
+        self.max_rows = max_rows
+        self.max_step_tokens = max_step_tokens
+        self.max_model_len = max_model_len
+        self.max_waiting = max_waiting
+        self.max_in_flight = max_in_flight
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.steps_total = 0
+        self.preemptions_total = 0
+        self.prompt_tokens_total = 0
+        self.generation_tokens_total = 0
+        self._live: dict[str, SequenceState] = {}
+        self._waiting: deque[SequenceState] = deque()  # by arrival, as is `_running`
+        self._running: list[SequenceState] = []
+        self._leaving: list[SequenceState] = []  # PREEMPTING or FINISHED, used by a step in flight
+        self._free_rows = list(range(max_rows))  # a heap: the lowest row first
+        self._in_flight: deque[StepPlan] = deque()
+        self._completed_step = -1
+        self._next_arrival = 0
+        self._composition = 0
+        # The last plan's decodes, as list and tuple, and rows, when it was decode only.
+        self._steady: tuple[list[SequenceState], tuple[SequenceState, ...], tuple[int, ...]] | None
+        self._steady = None
+
+    @property
+    def num_running(self) -> int:
+        """Count the unfinished sequences that have a row and will keep it."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Count the unfinished sequences that wait for a row, preempted ones included."""
+        return len(self._live) - len(self._running)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Count the steps that are planned and not completed."""
+        return len(self._in_flight)
+
+    @property
+    def is_idle(self) -> bool:
+        """Say whether there is nothing to plan and nothing to complete."""
+        return not self._live and not self._in_flight
+
+    @property
+    def live_request_ids(self) -> tuple[str, ...]:
+        """Return the ids of all unfinished requests, in order of arrival."""
+        return tuple(self._live)
+
+    def add(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        namespace: Namespace = (),
+    ) -> SequenceState:
+        """Queue a request. `namespace`: what else decides its K and V, see `pages.Namespace`.
+
+        `params.max_tokens` of None means: as many as fit.
+
+        Raises: RequestError: when the request can never run. QueueFullError: when too many wait.
+        """
+        prompt = tuple(prompt_ids)
+        max_tokens = self.check_request(request_id, prompt, params)
+        # As many as the rows hold are no backlog: a burst on an idle engine is accepted.
+        most = self.max_rows + self.max_waiting
+        if len(self._live) >= most:
+            raise QueueFullError(
+                f"Expected at most {most} unfinished requests (`max_rows` {self.max_rows} + "
+                f"`max_waiting` {self.max_waiting}), found {len(self._live)} already.",
+                remedy="Retry later.",
+            )
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids = stop_ids | self.eos_token_ids if stop_ids else self.eos_token_ids
+        sequence = SequenceState(
+            request_id=request_id,
+            prompt_ids=prompt,
+            params=params,
+            max_total_tokens=len(prompt) + max_tokens,
+            stop_ids=stop_ids,
+            table=PageTable(request_id, namespace),
+            arrival=self._next_arrival,
+            token_ids=list(prompt),
+            # The last token is returned, never fed.
+            last_position=len(prompt) + max_tokens - 1,
+        )
+        self._next_arrival += 1
+        self._live[request_id] = sequence
+        self._waiting.append(sequence)
+        return sequence
+
+    def abort(self, request_id: str) -> SequenceState | None:
+        """End a request that nobody waits for any more; see `finish`."""
+        return self.finish(request_id, FinishReason.ABORT)
+
+    def finish(
+        self, request_id: str, reason: FinishReason, stop_reason: str | int | None = None
+    ) -> SequenceState | None:
+        """End a request from outside and return it, or None if it has ended already.
+
+        It gets no further token, and leaves nothing in the prefix cache if the reason is ERROR. Row
+        and pages come back at once, or when the steps in flight that use them are complete.
+        """
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return None
+        self._end(sequence, reason, stop_reason)
+        return sequence
+
+    def schedule(self) -> StepPlan | None:
+        """Plan one step, or return None if no sequence can advance before a step completes."""
+        assert len(self._in_flight) < self.max_in_flight, (
+            f"{len(self._in_flight)} steps are in flight, `max_in_flight` is {self.max_in_flight}"
+        )
+        step = self.steps_total
+        decodes: list[SequenceState] = []
+        starts: list[int] = []
+        prefills: list[SequenceState] = []
+        updates: list[tuple[int, int, int]] = []
+        for sequence in tuple(self._running):  # a copy, because preemption removes some
+            start = sequence.scheduled_tokens
+            if start == sequence.halt:
+                if sequence.status is not SequenceStatus.RUNNING:
+                    continue
+                if start < sequence.prefill_stop:
+                    prefills.append(sequence)
+                    continue
+                if start == sequence.last_position:
+                    continue  # its last token is being computed
+                if not self._grow(sequence, updates):
+                    continue
+            sequence.scheduled_tokens = start + 1
+            sequence.last_step = step
+            decodes.append(sequence)
+            starts.append(start)
+        budget = self.max_step_tokens - len(decodes)
+        chunks: list[Slice] = []
+        for sequence in prefills:
+            if budget > 0:
+                budget -= self._plan_chunk(sequence, budget, step, chunks)
+        new_rows: list[int] = []
+        if self._waiting:
+            self._admit_waiting(budget, step, chunks, new_rows, updates)
+        if not decodes and not chunks:
+            return None
+        # Only now, so that no slice of this step reads what another one is to write.
+        for chunk in chunks:
+            self.pool.publish(chunk.sequence.table, chunk.sequence.token_ids, chunk.stop)
+        plan = self._make_plan(step, decodes, starts, chunks, new_rows, updates)
+        self.steps_total += 1
+        self._in_flight.append(plan)
+        return plan
+
+    def complete(self, plan: StepPlan, sampled: Sequence[int]) -> list[TokenEvent]:
+        """Take the sampled tokens of the oldest step in flight, one per slice of the plan.
+
+        Those of slices that do not sample are ignored. A negative one says that the device could
+        draw none: the sequence ends with ERROR and does not keep it. Returns the new tokens of
+        sequences that had not ended before, in the order of the slices.
+        """
+        assert self._in_flight and plan is self._in_flight[0], (
+            f"step {plan.step} is completed out of order"
+        )
+        assert len(sampled) == len(plan.rows), (
+            f"step {plan.step} has {len(plan.rows)} slices but {len(sampled)} sampled tokens"
+        )
+        self._in_flight.popleft()
+        self._completed_step = plan.step
+        sampling, tokens = plan.decodes, sampled
+        if plan.chunks:
+            pairs = zip(plan.chunks, sampled[len(plan.decodes) :], strict=True)
+            last = [(chunk.sequence, token) for chunk, token in pairs if chunk.samples]
+            sampling = (*plan.decodes, *(sequence for sequence, _ in last))
+            tokens = [*sampled[: len(plan.decodes)], *(token for _, token in last)]
+        events: list[TokenEvent] = []
+        num_faults = 0
+        for sequence, token in zip(sampling, tokens, strict=True):
+            if sequence.finish_reason is not None:
+                continue  # it ended while this step was computing one token too many
+            token_ids = sequence.token_ids
+            reason = None
+            if token < 0:
+                reason = FinishReason.ERROR
+                num_faults += 1
+                self._end(sequence, reason, None)
+            else:
+                token_ids.append(token)
+                if token in sequence.stop_ids or len(token_ids) == sequence.max_total_tokens:
+                    reason = self._end_by_token(sequence, token)
+            events.append((sequence, token, reason))
+        self.generation_tokens_total += len(events) - num_faults
+        if self._leaving:
+            self._release_leaving()
+        return events
+
+    def check_integrity(self) -> None:
+        """Verify the pool, the rows and the queues against each other; costs a walk over all.
+
+        Raises: AssertionError: naming what does not fit; always a fault of our own.
+        """
+        holders = [*self._running, *self._leaving]
+        self.pool.check_integrity(sequence.table for sequence in holders)
+        rows = [sequence.row for sequence in holders]
+        _check(
+            sorted([*rows, *self._free_rows]) == list(range(self.max_rows)),
+            f"rows {rows} and free rows {self._free_rows} are not {self.max_rows} different ones",
+        )
+        preempting = [s for s in self._leaving if s.status is SequenceStatus.PREEMPTING]
+        live = [*self._waiting, *self._running, *preempting]
+        _check(
+            sorted(s.arrival for s in live) == [s.arrival for s in self._live.values()],
+            "the queues do not hold each unfinished sequence once",
+        )
+        for queue, status in (
+            (self._waiting, SequenceStatus.WAITING),
+            (self._running, SequenceStatus.RUNNING),
+        ):
+            arrivals = [sequence.arrival for sequence in queue]
+            _check(arrivals == sorted(arrivals), f"{status.value} is out of order: {arrivals}")
+            _check(all(s.status is status for s in queue), f"{status.value} holds another status")
+        for sequence in self._waiting:
+            _check(sequence.row == NO_ROW, f"`{sequence.request_id}` waits in row {sequence.row}")
+        for sequence in holders:
+            capacity = len(sequence.table.pages) * self.pool.page_size
+            _check(
+                sequence.scheduled_tokens <= min(capacity, sequence.last_position),
+                f"`{sequence.request_id}` has {sequence.scheduled_tokens} tokens scheduled, "
+                f"slots for {capacity} and needs {sequence.last_position}",
+            )
+        for sequence in self._leaving:
+            _check(self._is_in_flight(sequence), f"`{sequence.request_id}` leaves, but is unused")
+
+    def check_request(
+        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams
+    ) -> int:
+        """Check that a request can run, and return how many tokens it may generate.
+
+        Reads only what never changes, and the ids of live requests: any thread may call it.
+
+        Raises: RequestError: when the request can never run.
+        """
+        if request_id in self._live:
+            raise RequestError(
+                f"Expected a new request id, found `{request_id}`, which is running.",
+                remedy="Use another id.",
+                code="duplicate_request_id",
+            )
+        if not prompt:
+            raise RequestError(
+                "Expected a prompt of at least 1 token, found 0.",
+                remedy="Send a prompt.",
+                param="prompt",
+                code="empty_prompt",
+            )
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token <= _MAX_TOKEN_ID:
+                raise RequestError(
+                    f"Expected token ids of 0 to {_MAX_TOKEN_ID}, found {token} in the prompt.",
+                    remedy="Use ids of the model's own tokenizer.",
+                    param="prompt",
+                    code="invalid_token_id",
+                )
+        if len(prompt) >= self.max_model_len:
+            raise RequestError(
+                f"Expected a prompt of at most {self.max_model_len - 1} tokens, which leaves room "
+                f"for one more in the model's window of {self.max_model_len}, "
+                f"found {len(prompt)}.",
+                remedy="Shorten the prompt.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        # The last token needs no slot, hence one token more than the pool has slots.
+        room = min(self.max_model_len, self.pool.num_pages * self.pool.page_size + 1) - len(prompt)
+        if params.max_tokens is not None and params.max_tokens < 1:
+            raise RequestError(
+                f"Expected `max_tokens` of at least 1, found {params.max_tokens}.",
+                remedy="Ask for at least one token.",
+                param="max_tokens",
+                code="invalid_max_tokens",
+            )
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        num_total = len(prompt) + max_tokens
+        if num_total > self.max_model_len:
+            raise RequestError(
+                f"Expected prompt and `max_tokens` to fit the model's window of "
+                f"{self.max_model_len} tokens, found {len(prompt)} + {max_tokens} = {num_total}.",
+                remedy="Shorten the prompt, or ask for at most "
+                f"{self.max_model_len - len(prompt)} tokens.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        num_pages = self.pool.count_pages(max(num_total - 1, len(prompt)))
+        if num_pages > self.pool.num_pages:
+            raise RequestError(
+                f"Expected a request that fits the KV cache of {self.pool.num_pages} pages "
+                f"({self.pool.num_pages * self.pool.page_size} tokens), "
+                f"found one that needs {num_pages} pages.",
+                remedy="Shorten the prompt, lower `max_tokens`, or enlarge the KV cache.",
+                param="max_tokens" if room > 0 else "prompt",
+                code="kv_cache_exceeded",
+            )
+        return max_tokens
+
+    def _grow(self, sequence: SequenceState, updates: list[tuple[int, int, int]]) -> bool:
+        """Get the page of the next position; say whether the sequence can decode in this step."""
+        table = sequence.table
+        known = min(sequence.scheduled_tokens, len(sequence.token_ids))
+        self.pool.publish(table, sequence.token_ids, known)
+        while (page := self.pool.append(table)) is None:
+            # Skip a step rather than evict another sequence, when pages are about to come back.
+            if self._leaving or any(s.scheduled_tokens == s.last_position for s in self._running):
+                return False
+            # Not yet in this plan: rows are visited from the oldest to the youngest sequence.
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        updates.append((sequence.row, len(table.pages) - 1, page))
+        self._set_decode_halt(sequence)
+        return True
+
+    def _set_decode_halt(self, sequence: SequenceState) -> None:
+        capacity = len(sequence.table.pages) * self.pool.page_size
+        sequence.halt = min(capacity, sequence.last_position)
+
+    def _plan_chunk(
+        self, sequence: SequenceState, budget: int, step: int, chunks: list[Slice]
+    ) -> int:
+        start = sequence.scheduled_tokens
+        stop = min(sequence.prefill_stop, start + budget)
+        samples = stop == sequence.prefill_stop
+        sequence.scheduled_tokens = stop
+        sequence.last_step = step
+        if samples:
+            self._set_decode_halt(sequence)
+        else:
+            sequence.halt = stop
+        chunks.append(Slice(sequence, sequence.row, start, stop, samples))
+        return stop - start
+
+    def _admit_waiting(
+        self,
+        budget: int,
+        step: int,
+        chunks: list[Slice],
+        new_rows: list[int],
+        updates: list[tuple[int, int, int]],
+    ) -> None:
+        if any(s.status is SequenceStatus.PREEMPTING for s in self._leaving):
+            return  # it goes to the front of the queue; nobody may overtake it
+        page_size = self.pool.page_size
+        spare_pages: int | None = None
+        while budget > 0 and self._waiting and self._free_rows:
+            if spare_pages is None:
+                # One page for each running sequence that will need more: otherwise a newcomer
+                # takes the last pages, and is preempted for the next one that is needed.
+                spare_pages = sum(
+                    len(s.table.pages) * page_size < s.last_position for s in self._running
+                )
+            sequence = self._waiting[0]
+            num_cached = self.pool.allocate(
+                sequence.table,
+                sequence.token_ids,
+                spare_pages=spare_pages,
+                count=sequence.cached_tokens is None,
+            )
+            if num_cached is None:
+                return
+            self._waiting.popleft()
+            self._running.append(sequence)
+            if sequence.cached_tokens is None:  # not when it comes back from preemption
+                sequence.cached_tokens = num_cached
+                self.prompt_tokens_total += len(sequence.prompt_ids)
+            sequence.status = SequenceStatus.RUNNING
+            sequence.row = heapq.heappop(self._free_rows)
+            sequence.scheduled_tokens = num_cached
+            sequence.prefill_stop = len(sequence.token_ids)
+            new_rows.append(sequence.row)
+            pages = sequence.table.pages
+            updates.extend((sequence.row, index, page) for index, page in enumerate(pages))
+            spare_pages += len(pages) * page_size < sequence.last_position
+            budget -= self._plan_chunk(sequence, budget, step, chunks)
+
+    def _make_plan(
+        self,
+        step: int,
+        decodes: list[SequenceState],
+        starts: list[int],
+        chunks: list[Slice],
+        new_rows: list[int],
+        updates: list[tuple[int, int, int]],
+    ) -> StepPlan:
+        steady = self._steady
+        if steady is None or chunks or steady[0] != decodes:
+            self._composition += 1
+            rows = (*(s.row for s in decodes), *(chunk.row for chunk in chunks))
+            steady = (decodes, tuple(decodes), rows)
+            self._steady = None if chunks else steady
+        return StepPlan(
+            step=step,
+            composition=self._composition,
+            decodes=steady[1],
+            starts=starts,
+            chunks=tuple(chunks),
+            rows=steady[2],
+            new_rows=tuple(new_rows),
+            block_updates=tuple(updates),
+        )
+
+    def _is_in_flight(self, sequence: SequenceState) -> bool:
+        return sequence.last_step > self._completed_step
+
+    def _end_by_token(self, sequence: SequenceState, token: int) -> FinishReason | None:
+        """Apply the finishing rules to a token that may be the last one; return why it is."""
+        params = sequence.params
+        if token in sequence.stop_ids and sequence.num_generated >= params.min_tokens:
+            is_eos = token in self.eos_token_ids and not params.ignore_eos
+            self._end(sequence, FinishReason.STOP, None if is_eos else token)
+        elif len(sequence.token_ids) == sequence.max_total_tokens:
+            self._end(sequence, FinishReason.LENGTH, None)
+        return sequence.finish_reason
+
+    def _end(
+        self, sequence: SequenceState, reason: FinishReason, stop_reason: str | int | None
+    ) -> None:
+        del self._live[sequence.request_id]
+        status = sequence.status
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop_reason
+        if reason is FinishReason.ERROR:
+            self.pool.withdraw(sequence.table)
+        if status is SequenceStatus.WAITING:
+            self._waiting.remove(sequence)
+        elif status is SequenceStatus.RUNNING:
+            self._running.remove(sequence)
+            if self._is_in_flight(sequence):
+                self._leaving.append(sequence)
+            else:
+                self._release(sequence)
+        # A preempting sequence is among the leaving ones already.
+
+    def _preempt(self, sequence: SequenceState) -> None:
+        self.preemptions_total += 1
+        sequence.num_preemptions += 1
+        self._running.remove(sequence)
+        if self._is_in_flight(sequence):
+            sequence.halt = sequence.scheduled_tokens  # so that `schedule` looks at its status
+            sequence.status = SequenceStatus.PREEMPTING
+            self._leaving.append(sequence)
+        else:
+            self._release(sequence)
+            self._requeue(sequence)
+
+    def _requeue(self, sequence: SequenceState) -> None:
+        sequence.status = SequenceStatus.WAITING
+        # All that wait are younger: it had a row, and nobody overtakes.
+        self._waiting.appendleft(sequence)
+
+    def _release(self, sequence: SequenceState) -> None:
+        """Give back row and pages; what was computed stays in the prefix cache while it can."""
+        known = min(sequence.scheduled_tokens, len(sequence.token_ids))
+        self.pool.publish(sequence.table, sequence.token_ids, known)
+        self.pool.free(sequence.table)
+        heapq.heappush(self._free_rows, sequence.row)
+        sequence.row = NO_ROW
+        sequence.scheduled_tokens = 0
+        sequence.halt = 0
+
+    def _release_leaving(self) -> None:
+        still_leaving = []
+        for sequence in self._leaving:
+            if self._is_in_flight(sequence):
+                still_leaving.append(sequence)
+                continue
+            self._release(sequence)
+            if sequence.status is SequenceStatus.PREEMPTING:
+                self._requeue(sequence)
+        self._leaving = still_leaving
+
+
+def _check(holds: bool, message: str) -> None:
+    # Not an `assert` statement: the check must also run under `python -O`.
+    if not holds:
+        raise AssertionError(f"scheduler: {message}")
