@@ -254,9 +254,12 @@ def make_engine(
     path: Path,
     options: ServeOptions,
     progress: str,
-    on_loaded: Callable[[LoadedModel], None] = lambda model: None,
+    on_loaded: Callable[[LoadedModel], None] | None = None,
 ) -> Engine:
-    """Give an engine that will load the artifact when started, and show its progress."""
+    """Give an engine that will load the artifact when started, and show its progress.
+
+    `on_loaded` tells about the model; without it only what is odd about the weights is told.
+    """
 
     def load(set_phase: Report) -> LoadedModel:
         with Progress(progress) as shown, shown.phases() as report:
@@ -266,10 +269,15 @@ def make_engine(
                 report(phase)
 
             model = load_model(path, options, tell)
-        on_loaded(model)
+        (on_loaded or _tell_warning)(model)
         return model
 
     return Engine(artifacts.read_manifest(path).model_name, load)
+
+
+def _tell_warning(model: LoadedModel) -> None:
+    if warning := model.summary.get("warning"):
+        print(f"Warning: {warning}.", file=sys.stderr)
 
 
 def artifact_of(source: str, target: str, progress: str) -> Path:

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from treadle.ir import knobs
-from treadle.ir.errors import ArtifactError, ConfigError, MachineError
+from treadle.ir.errors import ArtifactError, CheckpointError, ConfigError, MachineError
 from treadle.ir.graph import Graph
 from treadle.ir.text import parse_graph
 from treadle.runtime import machine
@@ -81,7 +81,8 @@ def check_fits(artifact: Artifact, checkpoint: Checkpoint) -> None:
 class LoadedArtifact:
     """An artifact brought up as far as tensors and programs: what serving and `verify` share.
 
-    `programs` are by step and bucket, decode programs not yet captured.
+    `programs` are by step and bucket, decode programs not yet captured; `warnings` say what is odd
+    about the weights and yet usable.
     """
 
     artifact: Artifact
@@ -92,6 +93,7 @@ class LoadedArtifact:
     state: DeviceState
     programs: Mapping[tuple[str, int], ReferenceProgram | TritonProgram]
     workspace_bytes: int
+    warnings: tuple[str, ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -109,7 +111,7 @@ def load_artifact(
     begin("checking the artifact")
     artifact = open_artifact(path)
     config = artifact.manifest.engine
-    checkpoint = open_checkpoint(options.model_path or artifact.manifest.model_path)
+    checkpoint = _open_weights(artifact, options.model_path)
     check_fits(artifact, checkpoint)
     device = machine.device_of(config.target)
     begin("loading weights")
@@ -117,11 +119,13 @@ def load_artifact(
     forms = dict.fromkeys(program.form for program in plan.programs)
     graphs = {form: parse_graph(artifact.text(f"graph/{form}.ir")) for form in forms}
     any_graph = next(iter(graphs.values()))
+    warnings: list[str] = []
     weights = load_weights(
         any_graph.weights,
         checkpoint,
         device=device,
         max_context_tokens=config.max_context_tokens,
+        warn=warnings.append,
     )
     begin("allocating the KV cache")
     num_pages = decide_pages(any_graph, config, options, device)
@@ -151,8 +155,28 @@ def load_artifact(
                 bucket_dims(config, each.step, each.bucket),
             )
     return LoadedArtifact(
-        artifact, checkpoint, graphs, plan, weights, state, programs, workspace_bytes
+        artifact,
+        checkpoint,
+        graphs,
+        plan,
+        weights,
+        state,
+        programs,
+        workspace_bytes,
+        tuple(warnings),
     )
+
+
+def _open_weights(artifact: Artifact, elsewhere: str) -> Checkpoint:
+    """Open the checkpoint where it was when the artifact was made, or `elsewhere`."""
+    path = artifact.manifest.model_path
+    if not elsewhere and not Path(path).exists():
+        raise CheckpointError(
+            f"{artifact.path} needs the weights that it was compiled for; {path} does not exist.",
+            remedy=f"Put them back, or name their new place: treadle serve {artifact.path} "
+            "--model-path MODEL",
+        )
+    return open_checkpoint(elsewhere or path)
 
 
 def load_model(
@@ -192,6 +216,8 @@ def load_model(
         "largest batch": f"{config.max_rows} requests, {config.max_step_tokens} tokens a step",
         "start-up": timer.finish(),
     }
+    if loaded.warnings:
+        summary["warning"] = "; ".join(loaded.warnings)
     return LoadedModel(
         name=manifest.model_name,
         tokenizer=tokenizer,

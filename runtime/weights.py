@@ -25,6 +25,10 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "u8": torch.uint8,
 }
 
+# What a weight may be stored in. Others are the codes of quantised values: cast without the scales
+# that belong to them, they would be nonsense.
+STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 # Tensors that published checkpoints carry and no graph needs: they are computed, not learned.
 KNOWN_EXTRAS = (re.compile(r".*\.rotary_emb\.inv_freq"), re.compile(r"rope_freqs\.weight"))
 NAMES_SHOWN = 6
@@ -33,8 +37,8 @@ NAMES_SHOWN = 6
 def check_names(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
     """Compare the declared tensors with the checkpoint's, names and shapes, before anything is read.
 
-    Raises: CheckpointError: a declared tensor is missing, has another shape, or the checkpoint holds
-    a tensor that nothing declares; each message names tensors.
+    Raises: CheckpointError: a declared tensor is missing, has another shape or no floating-point
+    numbers, or the checkpoint holds a tensor that nothing declares; each message names tensors.
     """
     present = checkpoint.names()
     asked: set[str] = set()
@@ -53,6 +57,14 @@ def check_names(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
                     f"`{source}` should be {list(expected)} by the model's config, but "
                     f"{checkpoint.path} holds {list(found)}.",
                     remedy="The config belongs to another checkpoint, or the file was converted wrongly.",
+                )
+            stored = checkpoint.dtype(source)
+            if stored not in STORED_DTYPES:
+                raise CheckpointError(
+                    f"`{source}` in {checkpoint.path} should hold floating-point numbers of 16 bits "
+                    f"or more, but holds {str(stored).removeprefix('torch.')}.",
+                    remedy="Quantised safetensors are not supported: take the original checkpoint, "
+                    "or a GGUF file of the model.",
                 )
     if missing:
         raise CheckpointError(
@@ -79,22 +91,22 @@ def load_weights(
     device: torch.device,
     max_context_tokens: int,
     on_bytes: Callable[[int], None] = lambda count: None,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> Mapping[str, torch.Tensor]:
     """Load every declared weight to `device`; weights of the same source share storage.
 
-    `on_bytes` is told each weight's bytes as it arrives.
+    `on_bytes` is told each weight's bytes as it arrives; `warn` of what is odd and yet usable.
     Raises: CheckpointError: see `check_names`; also a tensor that holds NaN.
     """
     weights = tuple(weights)
     check_names(weights, checkpoint)
-    present = checkpoint.names()
     loaded: dict[tuple[object, ...], torch.Tensor] = {}
     result: dict[str, torch.Tensor] = {}
     for weight in weights:
         if weight.rope:
             result[weight.name] = rope_table(weight.rope, max_context_tokens).to(device)
             continue
-        sources = tuple(part if part in present else weight.fallback for part in weight.parts)
+        sources = _choose_sources(weight, checkpoint, warn)
         key = (sources, weight.interleave, weight.type.dtype)
         if key not in loaded:
             dtype = TORCH_DTYPES[weight.type.dtype]
@@ -109,6 +121,27 @@ def load_weights(
             on_bytes(loaded[key].nbytes)
         result[weight.name] = loaded[key]
     return result
+
+
+def _choose_sources(
+    weight: Weight, checkpoint: Checkpoint, warn: Callable[[str], None]
+) -> tuple[str, ...]:
+    """Give the tensors to load: the parts, or the fallback where they are absent or the same."""
+    present = checkpoint.names()
+    if weight.fallback not in present:
+        return weight.parts
+    (part,) = weight.parts
+    if part not in present:
+        return (weight.fallback,)
+    own, shared = checkpoint.tensor(part), checkpoint.tensor(weight.fallback)
+    wider = torch.promote_types(own.dtype, shared.dtype)
+    if torch.equal(own.to(wider), shared.to(wider)):
+        return (weight.fallback,)
+    warn(
+        f"`{part}` is tied to `{weight.fallback}` by the config, but {checkpoint.path} holds both "
+        f"and they differ; `{part}` is used as it is"
+    )
+    return weight.parts
 
 
 def arrange(parts: list[torch.Tensor], interleave: int) -> torch.Tensor:
