@@ -75,11 +75,15 @@ class Resources:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of one job: its kernels, in the order of their launch, or the reason it failed."""
+    """The end of one job: its kernels, in the order of their launch, or the reason it failed.
+
+    `blames_machine` says that the kernel is not at fault: a full disk, for example.
+    """
 
     job: Job
     kernels: tuple[Resources, ...] = ()
     error: str = ""
+    blames_machine: bool = False
 
 
 def compile_module(path: Path, arguments: Sequence[Argument], target: str) -> tuple[Resources, ...]:
@@ -189,6 +193,11 @@ def _compile_call(path: Path, call: Call) -> Resources:
     name = call.kernel.fn.__name__
     try:
         kernel = call.kernel.warmup(*call.positional, grid=call.grid, **call.named)
+    except OSError as error:
+        raise MachineError(
+            f"Kernel `{name}` can't be compiled: {error.strerror or error}, at "
+            f"{error.filename or 'a temporary file'}."
+        ) from error
     except Exception as error:
         # Triton raises many kinds, its own and LLVM's; they all mean an illegal kernel.
         raise KernelError(f"Kernel `{name}` in `{path}` does not compile: {error}") from error
@@ -273,6 +282,7 @@ def _outcome_from(record: dict[str, Any]) -> Outcome:
         _job_from(record["job"]),
         tuple(Resources(**kernel) for kernel in record["kernels"]),
         record["error"],
+        record["blames_machine"],
     )
 
 
@@ -283,6 +293,8 @@ def _job_from(record: dict[str, Any]) -> Job:
 def _run_job(job: Job, sender: Connection) -> None:
     try:
         outcome = Outcome(job, compile_module(Path(job.path), job.arguments, job.target))
+    except MachineError as error:
+        outcome = Outcome(job, error=error.message, blames_machine=True)
     except Exception as error:
         # The boundary of one job: whatever went wrong is its outcome.
         outcome = Outcome(job, error=f"{type(error).__name__}: {error}")

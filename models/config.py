@@ -245,6 +245,11 @@ def from_hf(config: Mapping[str, object]) -> ModelConfig:
     return replace(model, unknown_keys=reader.unread() + unknown_rope_keys)
 
 
+def architecture_of(config: Mapping[str, object]) -> str:
+    """Read only the architecture's name. Raises: SpecError: there is none, or it is contradicted."""
+    return _read_architecture(_Reader(config))
+
+
 def rope_inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[float, ...]:
     """Compute the angle per position of each rotated pair, in radians.
 

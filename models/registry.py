@@ -6,14 +6,14 @@ Called by the runtime's compiler and by `show`. Every family registers by its `A
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from treadle.ir.builder import GraphBuilder
 from treadle.ir.errors import SpecError
 from treadle.ir.graph import Graph
 from treadle.models import llama
-from treadle.models.config import ModelConfig
+from treadle.models.config import ModelConfig, architecture_of, from_hf
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,16 @@ def find_family(architecture: str) -> Family:
         f"No spec describes the architecture `{architecture}`; the nearest are {', '.join(nearest)}.",
         remedy="docs/tutorial.md shows how to describe a model of your own in models/.",
     )
+
+
+def read_config(config: Mapping[str, object]) -> ModelConfig:
+    """Read the Hugging Face config of a model that a spec describes.
+
+    Raises: SpecError: none does, said before anything else, because to an unknown architecture keys
+    may mean other things; or as `from_hf`.
+    """
+    find_family(architecture_of(config))
+    return from_hf(config)
 
 
 def build_graph(config: ModelConfig, *, step: str, dtype: str, page_size: int) -> Graph:

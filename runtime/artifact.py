@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treadle.ir.errors import ArtifactError, MachineError
+from treadle.ir.errors import ArtifactError, ConfigError, MachineError
 from treadle.runtime.config import EngineConfig
 
 FORMAT = 1
@@ -74,8 +74,13 @@ def hash_file(path: Path) -> str:
 
 
 def is_artifact(path: Path) -> bool:
-    """Say whether `path` is a directory with a manifest."""
-    return (path / MANIFEST).is_file()
+    """Say whether `path` is a directory with a manifest. Raises: MachineError: it can't be told."""
+    try:
+        return (path / MANIFEST).is_file()
+    except OSError as error:
+        raise MachineError(
+            f"Can't look into {path}: {error.strerror or error}.", remedy="Check its permissions."
+        ) from None
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -96,10 +101,10 @@ def read_manifest(path: Path) -> Manifest:
             )
         data["engine"] = EngineConfig.from_json(data["engine"])
         return Manifest(**data)
-    except (ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
         raise ArtifactError(
             f"{file} can't be read: {error}.", remedy="Compile the model again."
-        ) from None
+        ) from error
 
 
 def open_artifact(path: Path) -> Artifact:
@@ -118,7 +123,7 @@ def open_artifact(path: Path) -> Artifact:
         if hash_file(file) != digest:
             raise ArtifactError(
                 f"`{name}` in {path} was changed after the artifact was written.",
-                remedy="To use a kernel of your own, compile with --override DIR; else compile again.",
+                remedy="Compile the model again: that replaces it.",
             )
     return Artifact(path, manifest)
 
@@ -129,8 +134,9 @@ def writing(path: Path) -> Iterator[Path]:
 
     Raises: ArtifactError: `path` exists and is not an artifact. MachineError: the folder can't be
     written, or the disk is full.
+    An artifact that is at `path` stays until then.
     """
-    if path.exists() and not is_artifact(path) and (not path.is_dir() or any(path.iterdir())):
+    if not is_artifact(path) and path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ArtifactError(
             f"{path} exists and is not an artifact.", remedy="Choose another -o, or remove it."
         )
@@ -138,25 +144,39 @@ def writing(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     except OSError as error:
-        raise _disk_error(path.parent, error) from None
+        raise write_error(path, error) from error
     try:
         yield folder
-        old = folder.with_name(folder.name + ".old")
-        if path.exists():
-            path.rename(old)
         folder.chmod(0o755)
-        folder.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
+        _put_in_place(folder, path)
     except OSError as error:
-        raise _disk_error(folder, error) from None
+        raise write_error(path, error) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _disk_error(folder: Path, error: OSError) -> MachineError:
-    free = shutil.disk_usage(folder if folder.is_dir() else folder.anchor).free
+def _put_in_place(folder: Path, path: Path) -> None:
+    """Rename `folder` to `path`; what was there gets its name back should that fail."""
+    if not path.exists():
+        folder.rename(path)
+        return
+    old = folder.with_name(folder.name + ".old")
+    path.rename(old)
+    try:
+        folder.rename(path)
+    except BaseException:
+        old.rename(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_error(path: Path, error: OSError) -> MachineError:
+    """Say why `path` could not be written, and how much space is left where it was to be."""
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    free_bytes = shutil.disk_usage(there).free
     return MachineError(
-        f"Can't write below {folder}: {error.strerror or error} ({free / 2**30:.1f} GiB free there).",
+        f"Can't write {path}: {error.strerror or error} ({free_bytes / 2**30:.1f} GiB are free in "
+        f"{there}).",
         remedy="Free some space, or choose another folder with -o (for caches: TREADLE_CACHE_DIR).",
     )
 

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from treadle.ir.errors import KernelError
+from treadle.ir.errors import KernelError, MachineError
 from treadle.ir.graph import Graph
 from treadle.ir.types import TensorType
 from treadle.kernels.cross_compile import Argument, Job, Outcome, compile_many
@@ -72,9 +72,16 @@ def compile_binaries(
 ) -> Iterator[Outcome]:
     """Compile all jobs in parallel into a Triton cache folder and yield their outcomes.
 
-    Raises: KernelError: the first kernel that does not compile; names it and why.
+    Raises: KernelError: the first kernel that does not compile; names it and why. MachineError: the
+    disk is full.
     """
     for number, outcome in enumerate(compile_many(jobs, triton_cache=triton_cache), start=1):
+        if outcome.blames_machine:
+            raise MachineError(
+                outcome.error,
+                remedy="Free some space, or choose another folder with -o (for temporary files: "
+                "TMPDIR).",
+            )
         if outcome.error:
             raise KernelError(
                 f"{Path(outcome.job.path).stem} does not compile for {outcome.job.target}: "

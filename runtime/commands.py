@@ -18,7 +18,7 @@ from pathlib import Path
 from treadle.ir.errors import ArtifactError, ConfigError, SpecError
 from treadle.ir.graph import Graph, Op
 from treadle.ir.text import print_graph, print_op, print_weight
-from treadle.models.config import from_hf
+from treadle.models.registry import read_config
 from treadle.runtime import artifact as artifacts
 from treadle.runtime import compiler, demo_model
 from treadle.runtime.chat import Chat
@@ -328,9 +328,9 @@ def _build(source: str) -> Compilation:
     path = Path(source)
     if artifacts.is_artifact(path):
         manifest = artifacts.read_manifest(path)
-        config = from_hf(open_checkpoint(manifest.model_path).config)
+        config = read_config(open_checkpoint(manifest.model_path).config)
         return compiler.build(config, manifest.engine)
-    config = from_hf(open_checkpoint(source).config)
+    config = read_config(open_checkpoint(source).config)
     return compiler.build(config, compiler.engine_config(config, options))
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import treadle
 from treadle.ir import knobs, pipeline
-from treadle.ir.errors import ConfigError
+from treadle.ir.errors import ArtifactError, ConfigError
 from treadle.ir.graph import Graph
 from treadle.ir.text import print_graph
 from treadle.kernels.tuned import shipped_table
-from treadle.models.config import ModelConfig, from_hf
-from treadle.models.registry import build_graph, find_family
+from treadle.models.config import ModelConfig
+from treadle.models.registry import build_graph, find_family, read_config
 from treadle.runtime import artifact as artifacts
 from treadle.runtime import machine, planner
 from treadle.runtime.artifact import Artifact, Manifest
@@ -129,12 +129,15 @@ def compile_model(
     """
     report(f"reading {source}")
     checkpoint = open_checkpoint(source)
-    config = from_hf(checkpoint.config)
-    find_family(config.architecture)
+    config = read_config(checkpoint.config)
     engine = engine_config(config, options)
     manifest = _manifest(checkpoint, config, engine, options)
-    if artifacts.is_artifact(out) and _is_current(out, manifest.key):
-        return CompileResult(artifacts.open_artifact(out), was_current=True)
+    if artifacts.is_artifact(out):
+        current = _open_if_current(out, manifest.key, report)
+        if current is not None:
+            if options.dump:
+                write_dump(build(config, engine), options.dump)
+            return CompileResult(current, was_current=True)
     report("building the graph")
     compilation = build(config, engine)
     check_names(compilation.authored["decode"].weights, checkpoint)
@@ -179,8 +182,14 @@ def _compile_kernels(
     (folder / "report.json").write_text(json.dumps({"kernels": resources}, indent=1) + "\n")
 
 
-def _is_current(out: Path, key: str) -> bool:
-    return artifacts.read_manifest(out).key == key
+def _open_if_current(out: Path, key: str, report: Report) -> Artifact | None:
+    """Give the artifact at `out` if it is whole and what would be compiled; a damaged one is told."""
+    try:
+        current = artifacts.open_artifact(out)
+    except ArtifactError as error:
+        report(f"replacing {out}: {error.message}")
+        return None
+    return current if current.manifest.key == key else None
 
 
 def _manifest(
@@ -236,18 +245,24 @@ def source_fingerprint() -> str:
 
 
 def write_dump(compilation: Compilation, folder: Path) -> None:
-    """Write the graph after each pass, numbered, and the refusals, for people to read and diff."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for step, graph in compilation.authored.items():
-        (folder / f"{step}.00_authored.ir").write_text(print_graph(graph))
-    for form, records in compilation.passes.items():
-        for number, record in enumerate(records, start=1):
-            (folder / f"{form}.{number:02}_{record.name}.ir").write_text(record.dump)
+    """Write the graph after each pass, numbered, and the refusals, for people to read and diff.
+
+    Raises: MachineError: the folder can't be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for step, graph in compilation.authored.items():
+            (folder / f"{step}.00_authored.ir").write_text(print_graph(graph))
+        for form, records in compilation.passes.items():
+            for number, record in enumerate(records, start=1):
+                (folder / f"{form}.{number:02}_{record.name}.ir").write_text(record.dump)
+    except OSError as error:
+        raise artifacts.write_error(folder, error) from error
 
 
 def cached_artifact_path(source: str | Path, options: CompileOptions) -> Path:
     """Give the place in the cache of the artifact for a source and options."""
     checkpoint = open_checkpoint(source)
-    config = from_hf(checkpoint.config)
+    config = read_config(checkpoint.config)
     key = _manifest(checkpoint, config, engine_config(config, options), options).key
     return knobs.cache_dir() / "artifacts" / f"{checkpoint.path.stem}-{key[:16]}"
