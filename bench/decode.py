@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT / ".import"), *[p for p in sys.path if Path(p or ".").resolve() != ROOT]]
 
 import torch  # noqa: E402
+
 from treadle.bench.random_models import BenchEngine, build_engine  # noqa: E402
 from treadle.bench.results import Row, conditions, with_goal, write_rows  # noqa: E402
 from treadle.runtime.state import page_bytes  # noqa: E402

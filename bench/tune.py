@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT / ".import"), *[p for p in sys.path if Path(p or ".").resolve() != ROOT]]
 
 import torch  # noqa: E402
+
 from treadle.bench.random_models import build_engine, build_graphs  # noqa: E402
 from treadle.kernels.tuned import TunedTable, shipped_table  # noqa: E402
 from treadle.runtime import machine  # noqa: E402

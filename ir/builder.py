@@ -111,12 +111,12 @@ class GraphBuilder:
         weight = Weight(name, type_, tuple(parts), tuple(parts.values()), fallback)
         return self._declare(weight)
 
-    def rope_table(self, name: str, inverse_frequencies: Sequence[float], scale: float = 1.0) -> Value:
+    def rope_table(
+        self, name: str, inverse_frequencies: Sequence[float], scale: float = 1.0
+    ) -> Value:
         """Declare the table of cosines and sines for these frequencies."""
         type_ = TensorType((d.C, 2 * len(inverse_frequencies)), "f32")
-        return self._declare(
-            Weight(name, type_, rope=RopeTable(tuple(inverse_frequencies), scale))
-        )
+        return self._declare(Weight(name, type_, rope=RopeTable(tuple(inverse_frequencies), scale)))
 
     def _declare(self, weight: Weight) -> Value:
         if weight.name in self._weights:
@@ -126,7 +126,9 @@ class GraphBuilder:
 
     # --- ops ------------------------------------------------------------------------------------
 
-    def apply(self, kind: str, *operands: Value | None, name: str = "", **params: Any) -> tuple[Value, ...]:
+    def apply(
+        self, kind: str, *operands: Value | None, name: str = "", **params: Any
+    ) -> tuple[Value, ...]:
         """Append an op and give its results. `name` is the first result's name within the scope."""
         definition = ops.lookup(kind)
         given = [operand for operand in operands if operand is not None]
@@ -170,12 +172,20 @@ class GraphBuilder:
         """Look up the step's tokens."""
         return self.apply("embed", self.token_ids, table, name=name, scale=scale)[0]
 
-    def rms_norm(self, x: Value, weight: Value, *, eps: float, offset: float = 0.0, name: str = "") -> Value:
+    def rms_norm(
+        self, x: Value, weight: Value, *, eps: float, offset: float = 0.0, name: str = ""
+    ) -> Value:
         """Normalise rows by their root mean square."""
         return self.apply("rms_norm", x, weight, name=name, eps=eps, offset=offset)[0]
 
     def linear(
-        self, x: Value, weight: Value, bias: Value | None = None, *, out_dtype: str = "", name: str = ""
+        self,
+        x: Value,
+        weight: Value,
+        bias: Value | None = None,
+        *,
+        out_dtype: str = "",
+        name: str = "",
     ) -> Value:
         """Multiply by a weight and add its bias."""
         return self.apply("linear", x, weight, bias, name=name, out_dtype=out_dtype)[0]
@@ -194,7 +204,9 @@ class GraphBuilder:
 
     def rope(self, x: Value, table: Value, *, head_dim: int, name: str = "") -> Value:
         """Rotate heads by the step's positions."""
-        return self.apply("rope", x, self._step["positions"], table, name=name, head_dim=head_dim)[0]
+        return self.apply("rope", x, self._step["positions"], table, name=name, head_dim=head_dim)[
+            0
+        ]
 
     def attention(
         self,
@@ -215,7 +227,9 @@ class GraphBuilder:
             TensorType((d.P, num_kv_heads, self.page_size, head_dim), self.dtype, "kv"),
         )
         step, table = self._step, self._state["block_table"]
-        self.apply("kv_write", k, v, step["positions"], step["token_seq"], self.seq_rows, table, pages)
+        self.apply(
+            "kv_write", k, v, step["positions"], step["token_seq"], self.seq_rows, table, pages
+        )
         return self.apply(
             "attention",
             q,

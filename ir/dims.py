@@ -71,7 +71,9 @@ def bind(dim: Dim, values: Mapping[str, int]) -> int:
     if isinstance(dim, int):
         return dim
     if dim.name not in values:
-        raise ShapeError(f"The dim `{dim}` needs a value of `{dim.name}`; given are {dict(values)}.")
+        raise ShapeError(
+            f"The dim `{dim}` needs a value of `{dim.name}`; given are {dict(values)}."
+        )
     return dim.scale * values[dim.name] + dim.offset
 
 
@@ -81,7 +83,9 @@ def parse_dim(text: str) -> Dim:
         return int(text)
     found = _PATTERN.match(text)
     if not found:
-        raise ShapeError(f"`{text}` is not a dim: expected a whole number or a symbol like `T`, `B+1`.")
+        raise ShapeError(
+            f"`{text}` is not a dim: expected a whole number or a symbol like `T`, `B+1`."
+        )
     return Sym(found[2], int(found[1] or 1), int(found[3] or 0))
 
 

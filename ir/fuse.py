@@ -65,11 +65,13 @@ def join(graph: Graph, members: Iterable[Op], *, duplicate: frozenset[str] = fro
     body = tuple(inner for op in members for inner in (op.body or (op,)))
     made = {name for op in body for name in op.outputs}
     inputs = tuple(dict.fromkeys(n for op in body for n in op.inputs if n not in made))
-    outside = {
-        name for op in graph.ops if op not in members for name in op.inputs
-    } | set(graph.outputs)
+    outside = {name for op in graph.ops if op not in members for name in op.inputs} | set(
+        graph.outputs
+    )
     kept = {name for op in members if op.name in duplicate for name in op.outputs}
-    outputs = tuple(name for op in body for name in op.outputs if name in outside and name not in kept)
+    outputs = tuple(
+        name for op in body for name in op.outputs if name in outside and name not in kept
+    )
     fused = Op(
         "fused",
         inputs,
@@ -136,7 +138,9 @@ def fuse_rope_kv_write(graph: Graph) -> Result:
         rope_k, split = graph.producers.get(write.inputs[0]), graph.producers.get(write.inputs[1])
         if rope_k is None or split is None or rope_k.kind != "rope" or split.kind != "split":
             refusals.append(
-                Refusal("fuse_rope_kv_write", write.name, "k is not roped or v is not part of a split")
+                Refusal(
+                    "fuse_rope_kv_write", write.name, "k is not roped or v is not part of a split"
+                )
             )
             continue
         ropes = [

@@ -128,7 +128,9 @@ class Graph:
         """Give the graph with other ops, keeping just the types that are still needed, in order."""
         ops = tuple(ops)
         table = {value.name: value for value in self.values}
-        kept = dict.fromkeys(name for op in ops for inner in (op, *op.body) for name in inner.outputs)
+        kept = dict.fromkeys(
+            name for op in ops for inner in (op, *op.body) for name in inner.outputs
+        )
         return replace(
             self,
             ops=ops,

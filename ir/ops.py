@@ -97,7 +97,9 @@ def _define(
 def lookup(kind: str) -> OpDef:
     """Give the definition of `kind`. Raises: SpecError: there is none; the message lists the kinds."""
     if kind not in REGISTRY:
-        raise SpecError(f"There is no op `{kind}`; the registry holds {', '.join(sorted(REGISTRY))}.")
+        raise SpecError(
+            f"There is no op `{kind}`; the registry holds {', '.join(sorted(REGISTRY))}."
+        )
     return REGISTRY[kind]
 
 
@@ -301,7 +303,10 @@ def _split(params: SplitParams, x: TensorType) -> Types:
     Shapes: x [T, sum(sizes)]; parts [T, size] each.
     """
     _expect(
-        x.shape[-1] == sum(params.sizes), "split", f"a last axis of {'+'.join(map(str, params.sizes))}", x
+        x.shape[-1] == sum(params.sizes),
+        "split",
+        f"a last axis of {'+'.join(map(str, params.sizes))}",
+        x,
     )
     return tuple(x.with_shape(*x.shape[:-1], size) for size in params.sizes)
 
@@ -318,7 +323,10 @@ def _rope(params: RopeParams, x: TensorType, positions: TensorType, table: Tenso
     _expect_ints("rope", positions=(positions, (d.T,)))
     width, rotary = x.shape[-1], table.shape[-1]
     _expect(
-        isinstance(width, int) and width % params.head_dim == 0, "rope", f"heads of {params.head_dim}", x
+        isinstance(width, int) and width % params.head_dim == 0,
+        "rope",
+        f"heads of {params.head_dim}",
+        x,
     )
     _expect(
         isinstance(rotary, int) and rotary <= params.head_dim and rotary % 2 == 0,
@@ -349,7 +357,13 @@ def _kv_write_bytes(_params: Any, inputs: Types, _outputs: Types, dims: Dims) ->
 
 
 @_define(
-    "kv_write", NoParams, f"k v {_STEP} cache", "", "anchor", bytes_=_kv_write_bytes, mutates="cache"
+    "kv_write",
+    NoParams,
+    f"k v {_STEP} cache",
+    "",
+    "anchor",
+    bytes_=_kv_write_bytes,
+    mutates="cache",
 )
 def _kv_write(
     params: NoParams,
@@ -508,7 +522,9 @@ def _advance(
     return (per_token, per_token, per_token, TensorType((d.B + 1,), "i32"), per_seq, per_seq)
 
 
-@_define("resolve_tokens", NoParams, "token_ids token_seq seq_rows last_token", "resolved", "anchor")
+@_define(
+    "resolve_tokens", NoParams, "token_ids token_seq seq_rows last_token", "resolved", "anchor"
+)
 def _resolve_tokens(
     params: NoParams,
     token_ids: TensorType,

@@ -35,9 +35,7 @@ def print_weight(weight: Weight) -> str:
     if weight.rope:
         frequencies = ", ".join(map(repr, weight.rope.inverse_frequencies))
         return f"{head}rope_table([{frequencies}], scale={weight.rope.scale!r})"
-    parts = [
-        f"{part!r}: {rows}" for part, rows in zip(weight.parts, weight.part_rows, strict=True)
-    ]
+    parts = [f"{part!r}: {rows}" for part, rows in zip(weight.parts, weight.part_rows, strict=True)]
     extra = f", fallback={weight.fallback!r}" if weight.fallback else ""
     extra += f", interleave={weight.interleave}" if weight.interleave else ""
     return f"{head}load({{{', '.join(parts)}}}{extra})"
@@ -140,4 +138,3 @@ def _parse_weight(name: str, type_: TensorType, source: str, arguments: str) -> 
     if source == "rope_table":
         return Weight(name, type_, rope=RopeTable(tuple(first), **options))
     return Weight(name, type_, tuple(first), tuple(first.values()), **options)
-

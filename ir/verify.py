@@ -30,7 +30,9 @@ def verify(graph: Graph, stage: str) -> None:
                 raise SpecError(f"`{op.name}`: a fused op in an authored graph.")
             _verify_body(graph, op)
         elif stage == "fused" and ops.lookup(op.kind).role in ("view", "pointwise"):
-            raise SpecError(f"`{op.name}`: the {op.kind} was not fused, and no kernel covers it alone.")
+            raise SpecError(
+                f"`{op.name}`: the {op.kind} was not fused, and no kernel covers it alone."
+            )
         known.update(op.outputs)
     for name in graph.outputs:
         if name not in known:

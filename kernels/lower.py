@@ -138,7 +138,9 @@ def _header(op: Op, graph: Graph) -> Header:
     for inner in op.body or (op,):
         results = ", ".join(f"{_plain(n)}: {graph.types[n]}" for n in inner.outputs)
         params = ops.describe(inner.params)
-        call = f"{inner.kind}({', '.join(map(_plain, inner.inputs))}{'; ' if params else ''}{params})"
+        call = (
+            f"{inner.kind}({', '.join(map(_plain, inner.inputs))}{'; ' if params else ''}{params})"
+        )
         covers.append(f"{results} = {call}" if results else call)
     return Header(_summary(op), tuple(covers), _cost_facts(op, graph))
 
@@ -165,7 +167,10 @@ def _cost_facts(op: Op, graph: Graph) -> tuple[str, ...]:
         f"{each[0] - fixed[0]:,} operations per token.",
     )
     if any(inner.kind == "attention" for inner in op.body or (op,)):
-        return (*facts, "Keys and values come on top: their bytes and operations per context token.")
+        return (
+            *facts,
+            "Keys and values come on top: their bytes and operations per context token.",
+        )
     return facts
 
 

@@ -43,7 +43,9 @@ def matmul_choices(sizes: Sizes, target: str, architecture: str) -> Iterator[tup
     if target == "interpret":
         yield _interpreted_matmul(sizes)
         return
-    has_tma = architecture in ("sm_90", "sm_100") and sizes.num_inputs * sizes.element_bytes % 16 == 0
+    has_tma = (
+        architecture in ("sm_90", "sm_100") and sizes.num_inputs * sizes.element_bytes % 16 == 0
+    )
     if sizes.rows <= GEMV_ROWS:
         yield from (("gemv", schedule) for schedule in _gemv(sizes))
     if sizes.rows <= SKINNY_ROWS:
@@ -139,7 +141,7 @@ def _skinny(sizes: Sizes, tiles: list[tuple[int, int, int, int]]) -> Iterator[Sc
             split for split in (1, 2, 4, 8) if sizes.num_inputs >= 2 * block_k * split or split == 1
         ]
         # The first guess fills the multiprocessors about twice.
-        fitting.sort(key=lambda split: abs(programs * split - 2 * NUM_MULTIPROCESSORS))  # noqa: B023
+        fitting.sort(key=lambda split: abs(programs * split - 2 * NUM_MULTIPROCESSORS))
         for tile_m in blocks_m if index < 3 else blocks_m[:1]:
             # A tile of every stage and the result's staging must fit in shared memory.
             tile_bytes = (block_n + tile_m) * block_k * sizes.element_bytes
@@ -221,6 +223,7 @@ def _matmul_tma(sizes: Sizes) -> Iterator[Schedule]:
 
 # --- attention ----------------------------------------------------------------------------------
 
+
 def attention_decode_schedules(
     shape: Mapping[str, object], dims: Mapping[str, int], target: str
 ) -> Iterator[Schedule]:
@@ -267,9 +270,7 @@ def attention_prefill_schedules(
         shapes = [(64, 64, 4, 3), (16, 64, 4, 3), (32, 64, 4, 3)]
     for block_rows, block_tokens, warps, stages in shapes:
         for pack_heads in (True, False):
-            yield _attention_prefill(
-                block_rows, block_tokens, warps, stages, pack_heads=pack_heads
-            )
+            yield _attention_prefill(block_rows, block_tokens, warps, stages, pack_heads=pack_heads)
 
 
 def _attention_prefill(

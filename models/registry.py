@@ -57,4 +57,6 @@ def read_config(config: Mapping[str, object]) -> ModelConfig:
 def build_graph(config: ModelConfig, *, step: str, dtype: str, page_size: int) -> Graph:
     """Build the authored graph of a `decode` or `mixed` step."""
     family = find_family(config.architecture)
-    return family.build(config, GraphBuilder(family.name, step=step, dtype=dtype, page_size=page_size))
+    return family.build(
+        config, GraphBuilder(family.name, step=step, dtype=dtype, page_size=page_size)
+    )

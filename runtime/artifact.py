@@ -4,6 +4,7 @@ manifest.json   what this is: versions, target, model source, engine settings, h
 graph/*.ir      the graphs, authored and fused, as text; the runtime parses the fused ones
 plan.json       which kernels each program launches, with which arguments and buffers
 kernels/*.py    the emitted Triton modules
+tokenizer/      the tokenizer and chat template, as a Hugging Face folder
 binaries/       their compiled form (Triton's own cache layout)
 tuned.json      the chosen schedules; report.json, report.html: why
 
@@ -28,6 +29,7 @@ from treadle.runtime.config import EngineConfig
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer"
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,9 @@ def open_artifact(path: Path) -> Artifact:
 def writing(path: Path) -> Iterator[Path]:
     """Give an empty folder to fill; on success it becomes `path`, on any error it vanishes.
 
+    An artifact that is at `path` stays until then.
     Raises: ArtifactError: `path` exists and is not an artifact. MachineError: the folder can't be
     written, or the disk is full.
-    An artifact that is at `path` stays until then.
     """
     if not is_artifact(path) and path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ArtifactError(

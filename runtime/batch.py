@@ -136,4 +136,3 @@ class BatchWriter:
 def _as_signed(seed: int) -> int:
     seed &= 2**64 - 1
     return seed - 2**64 if seed >= 2**63 else seed
-

@@ -20,15 +20,15 @@ from treadle.ir.graph import Graph, Op
 from treadle.ir.text import print_graph, print_op, print_weight
 from treadle.models.registry import read_config
 from treadle.runtime import artifact as artifacts
-from treadle.runtime import compiler, demo_model
+from treadle.runtime import compiler
 from treadle.runtime.chat import Chat
 from treadle.runtime.checkpoint import open_checkpoint
 from treadle.runtime.compiler import Compilation, CompileOptions
-from treadle.runtime.console import print_json, print_table
+from treadle.runtime.console import how_called, print_json, print_table
 from treadle.runtime.engine import Engine, LoadedModel
 from treadle.runtime.loading import ServeOptions, load_model
 from treadle.runtime.progress import Progress
-from treadle.runtime.request import Delta, SamplingParams, collect, fit_to_window
+from treadle.runtime.request import Delta, SamplingParams, Usage, collect, fit_to_window
 from treadle.runtime.tokenizer import Tokenizer
 
 Report = Callable[[str], None]
@@ -82,7 +82,7 @@ def run_compile(
             ("target", f"{manifest.target} {manifest.architecture}".strip()),
             ("window", f"{engine.max_context_tokens} tokens"),
             ("batch", f"{engine.max_rows} requests, {engine.max_step_tokens} tokens a step"),
-            ("next", f"treadle generate {result.artifact.path} 'Hello'"),
+            ("next", f"{how_called()} generate {result.artifact.path} 'Hello'"),
         ]
     )
 
@@ -153,33 +153,6 @@ def run_chat(
     ).validate()
     with running_engine(source, target, progress) as (runner, engine):
         Chat(engine, runner, params, system).converse()
-
-
-def run_demo(prompt: str, max_tokens: int, fetch_only: bool, target: str, progress: str) -> None:
-    """Fetch a small model, compile it and let it answer: the whole way, on this machine."""
-    with Progress(progress) as shown:
-        model = demo_model.fetch(shown)
-        if fetch_only:
-            print(model)
-            return
-        options = CompileOptions(target=target)
-        out = compiler.cached_artifact_path(model, options)
-        with shown.phases() as report:
-            result = compiler.compile_model(model, out, options, report)
-    manifest = result.artifact.manifest
-    print_table(
-        [
-            ("model", f"{demo_model.NAME}, {model}"),
-            ("artifact", str(result.artifact.path)),
-            ("target", f"{manifest.target} {manifest.gpu}".strip()),
-            ("prompt", prompt),
-        ]
-    )
-    print()
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    with running_engine(str(out), "auto", progress) as (runner, engine):
-        runner.run(_stream(engine, _encode(engine.tokenizer, prompt, raw=False), params))
-    print(f"\nTalk with it: treadle chat {result.artifact.path}")
 
 
 def run_show(
@@ -304,7 +277,7 @@ def _open_artifact_for(source: str, option: str) -> artifacts.Artifact:
     if not artifacts.is_artifact(Path(source)):
         raise ArtifactError(
             f"{option} shows what was compiled, and `{source}` is not an artifact.",
-            remedy=f"Make one: treadle compile {source} -o ARTIFACT",
+            remedy=f"Make one: {how_called()} compile {source} -o ARTIFACT",
         )
     return artifacts.open_artifact(Path(source))
 
@@ -348,7 +321,7 @@ def _explain_op(authored: Graph, fused: Graph, name: str) -> str:
     if not found:
         raise SpecError(
             f"No op makes a value `{name}` in this step.",
-            remedy="`treadle show MODEL` lists them.",
+            remedy=f"`{how_called()} show MODEL` lists them.",
         )
     lines = [f"authored at {found[0].where}:", *print_op(found[0], authored, "  ")]
     for op in fused.ops:
@@ -384,7 +357,9 @@ async def _stream(engine: Engine, prompt_ids: list[int], params: SamplingParams)
         last = delta
     print()
     if last is not None:
-        print(describe_speed(last, started_s, first_s, time.perf_counter()), file=sys.stderr)
+        ended_s = time.perf_counter()
+        text = describe_speed(last.usage, str(last.finish_reason), started_s, first_s, ended_s)
+        print(text, file=sys.stderr)
 
 
 async def _collect_all(
@@ -397,11 +372,13 @@ async def _collect_all(
     return list(await asyncio.gather(*(collect(generation) for generation in generations)))
 
 
-def describe_speed(last: Delta, started_s: float, first_s: float, ended_s: float) -> str:
+def describe_speed(
+    usage: Usage, ended_by: str, started_s: float, first_s: float, ended_s: float
+) -> str:
     """Say how long an answer took, for a person."""
-    usage, after_first_s = last.usage, ended_s - first_s
+    after_first_s = ended_s - first_s
     text = f"[{usage.prompt_tokens} + {usage.completion_tokens} tokens, first after "
     text += f"{first_s - started_s:.2f} s"
     if usage.completion_tokens > 1 and after_first_s > 0:
         text += f", then {(usage.completion_tokens - 1) / after_first_s:.1f} tokens/s"
-    return text + f", ended by {last.finish_reason}]"
+    return text + f", ended by {ended_by}]"

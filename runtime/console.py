@@ -6,7 +6,10 @@ Called by the bodies of commands. Must not know what it prints.
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -21,3 +24,25 @@ def print_table(rows: Sequence[tuple[str, ...]]) -> None:
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         print("  ".join([*cells, row[-1]]).rstrip())
+
+
+def program_name() -> str:
+    """Give what to type to run this program again, as it was called this time."""
+    called = Path(sys.argv[0])
+    if called.name == "cli.py":
+        return f"python {called}"
+    if called.name == "treadle" and shutil.which("treadle") != str(called.absolute()):
+        return str(called)
+    return "treadle"
+
+
+def how_called() -> str:
+    """Give the words that started this program, for commands that a reader may copy.
+
+    `treadle`, its path where it isn't on the search path, or `python cli.py` in a checkout.
+    """
+    program = sys.argv[0]
+    if program.endswith(".py"):
+        python = min(sys.executable, os.path.relpath(sys.executable), key=len)
+        return f"{python} {program}"
+    return program

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from treadle.ir.errors import KernelError, QueueFullError, RequestError, TreadleError
-from treadle.kernels.reference import FAULT_TOKEN
 from treadle.runtime.executor import Executor, StepResult
 from treadle.runtime.request import Delta, FinishReason, SamplingParams, Usage
 from treadle.runtime.scheduler import Scheduler, StepPlan, TokenEvent
@@ -344,34 +343,22 @@ class Engine:
                 self._wake.clear()
 
     def _complete(self, plan: StepPlan, result: StepResult) -> None:
-        scheduler = self.model.scheduler
-        tokens = result.tokens()
-        events = scheduler.complete(plan, [max(token, 0) for token in tokens])
-        faulty = {
-            slice_.sequence.request_id
-            for slice_, token in zip(plan.slices, tokens, strict=True)
-            if token == FAULT_TOKEN and slice_.samples
-        } if FAULT_TOKEN in tokens else frozenset()
+        events = self.model.scheduler.complete(plan, result.tokens())
         self._last_step_at = time.monotonic()
-        news = [self._describe(event, faulty) for event in events]
-        for name in faulty:
-            scheduler.finish(name, FinishReason.ERROR)
         self._update_stats()
-        if news:
-            self._publish(news)
+        if events:
+            self._publish([self._describe(event) for event in events])
 
-    def _describe(
-        self, event: TokenEvent, faulty: frozenset[str] | set[str]
-    ) -> tuple[str, int | None, int, _Ending | None]:
+    def _describe(self, event: TokenEvent) -> tuple[str, int | None, int, _Ending | None]:
         sequence, token, reason = event
         name, cached_tokens = sequence.request_id, sequence.cached_tokens or 0
-        if name in faulty:
+        if reason is FinishReason.ERROR:
             error = KernelError(
                 f"The model's logits for request `{name}` were not finite at position "
-                f"{len(sequence.token_ids) - 1}.",
+                f"{len(sequence.token_ids)}.",
                 remedy="Other requests go on. If it recurs, try --dtype bfloat16 or float32.",
             )
-            return name, None, cached_tokens, _Ending(FinishReason.ERROR, None, error)
+            return name, None, cached_tokens, _Ending(reason, None, error)
         ending = _Ending(reason, sequence.stop_reason) if reason else None
         return name, token, cached_tokens, ending
 
@@ -393,9 +380,13 @@ class Engine:
 
     def _break(self, error: Exception) -> None:
         """End every request after a fault of the engine itself."""
-        fault = error if isinstance(error, TreadleError) else KernelError(
-            f"The engine failed in a step: {type(error).__name__}: {error}.",
-            remedy="The process must be restarted; run with TREADLE_DEBUG=1 for the traceback.",
+        fault = (
+            error
+            if isinstance(error, TreadleError)
+            else KernelError(
+                f"The engine failed in a step: {type(error).__name__}: {error}.",
+                remedy="The process must be restarted; run with TREADLE_DEBUG=1 for the traceback.",
+            )
         )
         fault.__cause__ = error
         self.failure = fault

@@ -19,7 +19,7 @@ from treadle.ir.errors import ArtifactError, CheckpointError, ConfigError, Machi
 from treadle.ir.graph import Graph
 from treadle.ir.text import parse_graph
 from treadle.runtime import machine
-from treadle.runtime.artifact import Artifact, open_artifact
+from treadle.runtime.artifact import TOKENIZER, Artifact, open_artifact
 from treadle.runtime.binaries import BINARIES
 from treadle.runtime.checkpoint import Checkpoint, open_checkpoint
 from treadle.runtime.config import EngineConfig
@@ -188,7 +188,7 @@ def load_model(
     manifest, state = loaded.artifact.manifest, loaded.state
     config = manifest.engine
     timer.begin("loading the tokenizer")
-    tokenizer = Tokenizer.from_source(loaded.checkpoint)
+    tokenizer = _load_tokenizer(loaded)
     by_step: dict[str, dict[int, Program]] = {"decode": {}, "mixed": {}}
     for (step, bucket), program in loaded.programs.items():
         by_step[step][bucket] = program
@@ -227,6 +227,17 @@ def load_model(
         vocab_size=int(loaded.checkpoint.config["vocab_size"]),
         summary=summary,
         count_jit_compiles=count_compiles(),
+    )
+
+
+def _load_tokenizer(loaded: LoadedArtifact) -> Tokenizer:
+    folder = loaded.artifact.path / TOKENIZER
+    if not folder.is_dir():  # the checkpoint had none when it was compiled: let it say so
+        return Tokenizer.from_source(loaded.checkpoint)
+    return Tokenizer.from_path(
+        folder,
+        config=loaded.checkpoint.config,
+        generation_config=loaded.checkpoint.generation_config,
     )
 
 

@@ -72,9 +72,7 @@ def read_plan(data: Mapping[str, Any]) -> Plan:
         ProgramPlan(
             **{
                 **program,
-                "launches": tuple(
-                    LaunchPlan(**launch) for launch in program["launches"]
-                ),
+                "launches": tuple(LaunchPlan(**launch) for launch in program["launches"]),
             }
         )
         for program in data["programs"]

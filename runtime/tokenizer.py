@@ -141,9 +141,15 @@ class Tokenizer:
                 f"{type(error).__name__}: {error}",
                 remedy="A folder needs tokenizer.json and tokenizer_config.json.",
             ) from error
+        if kind == "gguf":
+            _simplify_decoder(hf_tokenizer)
         ends = _token_ids((generation_config or {}).get("eos_token_id"))
         ends = ends or _token_ids((config or {}).get("eos_token_id"))
         return cls(hf_tokenizer, eos_token_ids=ends)
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer as a Hugging Face folder, which loads in a moment."""
+        self._hf.save_pretrained(str(folder))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Turn text into token ids. Special tokens written out in the text become those tokens.
@@ -315,6 +321,20 @@ class _DecoderKind(NamedTuple):
     is_byte_level: bool
     has_byte_fallback: bool = False
     edits: tuple[decoders.Replace, ...] = ()
+
+
+def _simplify_decoder(hf_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Leave a byte-level vocabulary its byte-level decoder only.
+
+    transformers 5.17 puts the decoder of sentencepiece vocabularies before it when it reads a GGUF
+    file. That one changes nothing: no byte-level piece holds `<0x..>` or U+2581.
+    """
+    backend = getattr(hf_tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Backend) or backend.decoder is None:
+        return
+    tree = json.loads(backend.decoder.__getstate__())
+    if [step["type"] for step in tree.get("decoders", ())][-1:] == ["ByteLevel"]:
+        backend.decoder = decoders.ByteLevel()
 
 
 def _classify_decoder(backend: Backend) -> _DecoderKind:

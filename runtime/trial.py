@@ -110,7 +110,9 @@ def make_trial(
     return Trial(engine, graphs, state, weights)
 
 
-def time_graph_ms(program: GraphedProgram, trial: Trial, context_tokens: int, rounds: int) -> list[float]:
+def time_graph_ms(
+    program: GraphedProgram, trial: Trial, context_tokens: int, rounds: int
+) -> list[float]:
     """Time replays of a captured decode step, each at the same context; milliseconds, in order."""
     length = trial.state.tensors["length"]
     stream = torch.cuda.current_stream()
@@ -124,4 +126,3 @@ def time_graph_ms(program: GraphedProgram, trial: Trial, context_tokens: int, ro
         end.synchronize()
         times.append(begin.elapsed_time(end))
     return times
-

@@ -184,7 +184,9 @@ def _keep(
     for name in op.outputs:
         scope = name.split(".")
         if scope[0] == "layers":
-            kept[f"layer {scope[1]}"] = values[name][:num_tokens].to("cpu", torch.float32, copy=True)
+            kept[f"layer {scope[1]}"] = values[name][:num_tokens].to(
+                "cpu", torch.float32, copy=True
+            )
         elif name == "logits":
             kept["logits"] = values[name][:num_seqs].to("cpu", torch.float32, copy=True)
 
@@ -200,9 +202,7 @@ def _poison(tensor: torch.Tensor) -> None:
     tensor.fill_(POISON) if tensor.is_floating_point() else tensor.fill_(-(2**30))
 
 
-def _bound(
-    tensor: torch.Tensor, graph: Graph, name: str, dims: Mapping[str, int]
-) -> torch.Tensor:
+def _bound(tensor: torch.Tensor, graph: Graph, name: str, dims: Mapping[str, int]) -> torch.Tensor:
     """Give the part of a buffer that a step of these dims uses."""
     return tensor[: graph.types[name].bound_shape(dims)[0]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from treadle.ir.dims import Sym, bind, parse_dim
 from treadle.ir.errors import ShapeError
 from treadle.ir.types import TensorType, parse_type

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+
+from tests.golden import Golden
+from tests.ir.toy import toy_graph
 from treadle.ir import dims, fuse, ops
 from treadle.ir.builder import GraphBuilder
 from treadle.ir.errors import ShapeError, SpecError
@@ -14,9 +17,6 @@ from treadle.ir.memory import plan_buffers
 from treadle.ir.pipeline import run_passes
 from treadle.ir.text import parse_graph, print_graph
 from treadle.ir.verify import verify
-
-from tests.golden import Golden
-from tests.ir.toy import toy_graph
 
 FORMS = [("decode", True), ("decode", False), ("mixed", False)]
 DIMS = {"T": 8, "B": 8, "R": 8, "M": 4, "P": 10, "C": 64}
@@ -36,9 +36,7 @@ def test_a_fused_graph_reads_back_equal(step: str, few: bool) -> None:
 
 
 @pytest.mark.parametrize("step", ["decode", "mixed"])
-def test_the_authored_graph_is_as_its_golden(
-    golden: Callable[[str], Golden], step: str
-) -> None:
+def test_the_authored_graph_is_as_its_golden(golden: Callable[[str], Golden], step: str) -> None:
     assert print_graph(toy_graph(step)) == golden(f"ir/llama.{step}.authored.ir")
 
 

@@ -7,11 +7,11 @@ import random
 from pathlib import Path
 
 import pytest
-from treadle.ir.errors import QueueFullError, RequestError
-from treadle.runtime.request import FinishReason, SamplingParams, collect
 
 from tests.checkpoints import load_oracle, make_llama, oracle_greedy
 from tests.runtime.serving import answer, answers, compile_tiny, serving
+from treadle.ir.errors import QueueFullError, RequestError
+from treadle.runtime.request import FinishReason, SamplingParams, collect
 
 VARIANTS: dict[str, dict[str, object]] = {
     "plain": {},
@@ -78,7 +78,7 @@ def test_case_32_lengths_at_page_edges_twice_and_with_shared_prefixes(
     oracle = load_oracle(model)
     (longest,) = _prompts(rng_seed, (126,))
     prompts = [longest[:length] for length in (1, 15, 16, 17, 31, 32, 33, 126)]
-    prompts += [longest[:length] + [7, 8, 9] for length in (16, 17, 31, 32)]
+    prompts += [[*longest[:length], 7, 8, 9] for length in (16, 17, 31, 32)]
     artifact = compile_tiny(model, tmp_path / "artifact", max_context_tokens=128)
 
     async def run() -> None:
