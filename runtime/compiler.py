@@ -15,7 +15,7 @@ from typing import Any
 
 import treadle
 from treadle.ir import knobs, pipeline
-from treadle.ir.errors import ArtifactError, ConfigError
+from treadle.ir.errors import ArtifactError, CheckpointError, ConfigError
 from treadle.ir.graph import Graph
 from treadle.ir.text import print_graph
 from treadle.kernels.tuned import shipped_table
