@@ -24,7 +24,7 @@ from treadle.runtime import compiler
 from treadle.runtime.chat import Chat
 from treadle.runtime.checkpoint import open_checkpoint
 from treadle.runtime.compiler import Compilation, CompileOptions
-from treadle.runtime.console import how_called, print_json, print_table
+from treadle.runtime.console import print_json, print_table, program_name
 from treadle.runtime.engine import Engine, LoadedModel
 from treadle.runtime.loading import ServeOptions, load_model
 from treadle.runtime.progress import Progress
@@ -82,7 +82,7 @@ def run_compile(
             ("target", f"{manifest.target} {manifest.architecture}".strip()),
             ("window", f"{engine.max_context_tokens} tokens"),
             ("batch", f"{engine.max_rows} requests, {engine.max_step_tokens} tokens a step"),
-            ("next", f"{how_called()} generate {result.artifact.path} 'Hello'"),
+            ("next", f"{program_name()} generate {result.artifact.path} 'Hello'"),
         ]
     )
 
@@ -277,7 +277,7 @@ def _open_artifact_for(source: str, option: str) -> artifacts.Artifact:
     if not artifacts.is_artifact(Path(source)):
         raise ArtifactError(
             f"{option} shows what was compiled, and `{source}` is not an artifact.",
-            remedy=f"Make one: {how_called()} compile {source} -o ARTIFACT",
+            remedy=f"Make one: {program_name()} compile {source} -o ARTIFACT",
         )
     return artifacts.open_artifact(Path(source))
 
@@ -321,7 +321,7 @@ def _explain_op(authored: Graph, fused: Graph, name: str) -> str:
     if not found:
         raise SpecError(
             f"No op makes a value `{name}` in this step.",
-            remedy=f"`{how_called()} show MODEL` lists them.",
+            remedy=f"`{program_name()} show MODEL` lists them.",
         )
     lines = [f"authored at {found[0].where}:", *print_op(found[0], authored, "  ")]
     for op in fused.ops:

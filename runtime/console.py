@@ -34,15 +34,3 @@ def program_name() -> str:
     if called.name == "treadle" and shutil.which("treadle") != str(called.absolute()):
         return str(called)
     return "treadle"
-
-
-def how_called() -> str:
-    """Give the words that started this program, for commands that a reader may copy.
-
-    `treadle`, its path where it isn't on the search path, or `python cli.py` in a checkout.
-    """
-    program = sys.argv[0]
-    if program.endswith(".py"):
-        python = min(sys.executable, os.path.relpath(sys.executable), key=len)
-        return f"{python} {program}"
-    return program

@@ -35,7 +35,7 @@ def test_compile_says_first_where_the_result_goes(
     assert cli.run(["compile", str(model.path), "-o", out, *SIZES]) == 0
     captured = capsys.readouterr()
     assert captured.err.splitlines()[0] == f"output: {out}"
-    assert f"treadle generate {out}" in captured.out
+    assert f" generate {out} " in captured.out
 
 
 def test_compile_in_json_is_nothing_but_json(
@@ -232,7 +232,7 @@ def test_show_needs_an_artifact_for_what_was_compiled(
     model: ScriptedModel, option: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["show", str(model.path), *option]) == 1
-    assert "treadle compile" in capsys.readouterr().err
+    assert f" compile {model.path} -o" in capsys.readouterr().err
 
 
 def test_show_names_the_kernels_where_one_is_unknown(
@@ -270,7 +270,7 @@ def test_explain_of_an_unknown_op_says_how_to_list_them(
     model: ScriptedModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["explain", str(model.path), "--op", "shuttle"]) == 1
-    assert "treadle show" in capsys.readouterr().err
+    assert " show MODEL` lists them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["compile", "generate", "chat", "show", "explain", "serve"])
