@@ -1,7 +1,7 @@
 # Everything a developer runs. Each target makes its environment first; a second run redoes nothing.
 #
 #   make test        install the pinned packages, then run the tests (less the slow ones)
-#   make demo        run a small model from start to end, without a GPU if there is none
+#   make demo        fetch a small model, compile it, serve it and ask it a question; needs no GPU
 #   make check       lint, and the structural tests: the quick look before a commit
 #   make test-slow   every test
 #   make golden      rewrite the golden files (read the diff!)
@@ -36,7 +36,7 @@ $(STAMP): constraints.txt setup.cfg pyproject.toml .import/treadle/__init__.py
 	echo "environment: $(VENV), by $$("$$python" --version), pinned by constraints.txt (a minute or two) ..."; \
 	"$$python" -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq -c constraints.txt setuptools
-	@$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[test]'
+	@$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[demo,test]'
 	@touch $@
 
 # The tests of real weights are skipped, and say so, where the model can't be fetched.
@@ -50,7 +50,7 @@ test-slow: model
 	$(PYTEST)
 
 demo: env
-	$(BIN)/python cli.py demo
+	$(BIN)/treadle demo
 
 lint: env
 	@# All three run, so that one doesn't hide what the others find.

