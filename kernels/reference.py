@@ -520,7 +520,7 @@ def sample(
       2. top_p < 1 keeps, of these, the smallest set of largest ones whose weights reach
          top_p * (sum of the weights that step 1 kept); ties with the smallest kept are kept, and at
          least one token is;
-      3. min_p > 0 keeps w >= min_p (the largest weight is 1: this is p >= min_p * max p);
+      3. min_p > 0 keeps w >= min(min_p, 1) (the largest weight is 1: p >= min_p * max p);
       the token is the first index whose cumulative kept weight, in index order, exceeds
       u * (sum of the kept weights), u = philox_uniform(seed[row], length[row]).
       `length` counts the tokens scheduled so far, this step's included: it is the position of the
@@ -577,7 +577,7 @@ def _draw(
         cut = logits[_smallest_of_nucleus(weights, target)]
         weights.masked_fill_(logits < cut, 0.0)
     if min_p > 0.0:
-        weights.masked_fill_(weights < min_p, 0.0)
+        weights.masked_fill_(weights < min(min_p, 1.0), 0.0)
     mass = weights.cumsum(0, dtype=torch.float64)  # [V]
     return int(torch.searchsorted(mass, uniform * mass[-1:], right=True))
 

@@ -3,7 +3,7 @@
 Temperature 0 takes the largest logit, the lowest index on ties. Otherwise, with the weights
 w = exp((logit - largest) / max(temperature, 1e-5)): top_k > 0 keeps the k largest logits; of these
 top_p < 1 keeps the fewest largest whose weights reach top_p of all kept by top_k; both keep what
-ties with the smallest kept; min_p > 0 keeps w >= min_p. The token is the first index whose
+ties with the smallest kept; min_p > 0 keeps w >= min(min_p, 1). The token is the first index whose
 cumulative kept weight exceeds u times the sum of the kept weights, u = the high 24 bits of
 Philox4x32-10 with the seed as key and the position of the new token as counter.
 Logits that hold NaN or +inf, or nothing but -inf, give -2 (and 0 as the last token).
@@ -148,7 +148,8 @@ def draw(
     before = 0.0
     weight = kept_weights(row_ptr, start, cut, min_p, largest, sharpness, VOCAB, BLOCK_V)
     block_mass = tl.sum(weight)
-    while before + block_mass <= target:
+    # The bound on `start` matters to nobody but a kernel that is fed nonsense: it must not hang.
+    while (before + block_mass <= target) & (start + BLOCK_V < VOCAB):
         before += block_mass
         start += BLOCK_V
         weight = kept_weights(row_ptr, start, cut, min_p, largest, sharpness, VOCAB, BLOCK_V)
@@ -247,7 +248,7 @@ def sample(
             cut = find_cut(
                 row_ptr, guess, cut, top_p * total, largest, sharpness, True, VOCAB, BLOCK_V
             )
-        min_p = tl.load(min_p_ptr + row)
+        min_p = tl.minimum(tl.load(min_p_ptr + row), 1.0)
         position = tl.load(length_ptr + row)
         word, _, _, _ = tl.philox(tl.load(seed_ptr + row), position, 0, 0, 0)
         uniform = (word >> 8).to(tl.float32) * (1.0 / (1 << 24))

@@ -38,6 +38,11 @@ def launch(template: ModuleType, *arguments: torch.Tensor | int | None, device: 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     tolerance = TOLERANCE[actual.dtype]
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    if actual.dtype == torch.float16:
+        # Rounded once from fp32 on both sides: all but a few are the same. One more rounding on the
+        # way would stay within the tolerance, but change many.
+        different = (actual != expected) & ~expected.isnan()
+        assert different.float().mean() < 0.02
 
 
 # --- embed --------------------------------------------------------------------------------------
@@ -254,14 +259,17 @@ def test_rope_kv_write_copies_values_that_no_rotation_may_touch(device: str) -> 
 def test_step_inputs_are_those_of_advance(rows: list[int], device: str, rng_seed: int) -> None:
     torch.manual_seed(rng_seed)
     seq_rows, batch = int32(*rows), len(rows)
-    last_token = torch.randint(50000, (10,), dtype=torch.int32)
-    length = torch.randint(5000, (10,), dtype=torch.int32)
+    # What lies before the first row would be hit by row -1.
+    last_token = torch.randint(50000, (11,), dtype=torch.int32)[1:]
+    guarded_length = torch.randint(5000, (11,), dtype=torch.int32)
+    guard, length = int(guarded_length[0]), guarded_length[1:]
     expected_length = length.clone()
     expected = reference.advance(seq_rows, last_token, expected_length)
     results = [torch.full((tensor.numel() + 1,), -99, dtype=torch.int32) for tensor in expected]
     template = load_template("step_inputs", schedule={"BLOCK_B": 8})
     launch(template, seq_rows, last_token, length, *results, batch, device=device)
     assert torch.equal(length, expected_length)
+    assert int(guarded_length[0]) == guard
     for result, wanted in zip(results, expected, strict=True):
         assert result.tolist() == [*wanted.tolist(), -99]
 
@@ -270,7 +278,7 @@ def test_step_inputs_are_those_of_advance(rows: list[int], device: str, rng_seed
 def test_resolve_tokens_fills_in_unknown_ids(in_place: bool, device: str) -> None:
     token_ids = int32(-1, -1, 5, -1, 6, 0, -1, -1, 9, -1)
     token_seq = int32(0, 1, 1, 2, 2, 2, 3, 4, 4, 0)
-    seq_rows, last_token = int32(1, -1, 0, 3, 2), int32(7, 8, 9, 10)
+    seq_rows, last_token = int32(1, -1, 0, 3, 2), int32(-5, 7, 8, 9, 10)[1:]
     expected = reference.resolve_tokens(token_ids[:9], token_seq[:9], seq_rows, last_token)
     template = load_template("resolve_tokens", schedule={"BLOCK_T": 4})
     if in_place:

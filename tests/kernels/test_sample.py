@@ -64,11 +64,38 @@ def sample_on_device(batch: Batch, device: str, block_v: int = 1024) -> tuple[li
 
 
 def check(batch: Batch, device: str, block_v: int = 1024) -> list[int]:
-    """Check that template and reference agree; give the tokens."""
+    """Check that template and reference agree, but for rounding; give the template's tokens."""
     tensors = batch.tensors()
-    tokens = reference.sample(*tensors).tolist()
-    assert sample_on_device(batch, device, block_v) == (tokens, tensors[-1].tolist())
+    expected, last_token = reference.sample(*tensors).tolist(), tensors[-1]
+    tokens, found_last_token = sample_on_device(batch, device, block_v)
+    for seq, (token, wanted) in enumerate(zip(tokens, expected, strict=True)):
+        if token != wanted:
+            assert token >= 0 and wanted >= 0, f"sequence {seq}: {token} instead of {wanted}"
+            check_rounding(seq, token, *tensors)
+            last_token[tensors[1][seq]] = token
+    assert found_last_token == last_token.tolist()
     return tokens
+
+
+def check_rounding(seq: int, token: int, logits: torch.Tensor, *state: torch.Tensor) -> None:
+    """Check that a token's share of the distribution begins or ends within rounding of u."""
+    row = int(state[0][seq])
+    temperature, top_k, top_p, min_p, _, length = (float(t[row]) for t in state[2:8])
+    scaled = logits[seq].double() / max(temperature, 1e-5)
+    weights = (scaled - scaled.max()).exp()
+    if 0 < top_k < weights.numel():
+        weights[logits[seq] < logits[seq].topk(int(top_k)).values[-1]] = 0.0
+    if top_p < 1.0:
+        ordered = weights.sort(descending=True).values
+        reached = int((ordered.cumsum(0) < top_p * weights.sum() * (1 - 1e-6)).sum())
+        weights[weights < ordered[reached] * (1 - 1e-6)] = 0.0
+    weights[weights < min_p * (1 - 1e-6)] = 0.0
+    ends = weights.cumsum(0) / weights.sum()
+    start, end = float(ends[token] - weights[token] / weights.sum()), float(ends[token])
+    uniform = reference.philox_uniform(int(state[6][row]), int(length))
+    assert start - 1e-5 <= uniform <= end + 1e-5, (
+        f"sequence {seq}: token {token} covers {start} to {end}, but u = {uniform}"
+    )
 
 
 def peaked(num_seqs: int, vocab: int, scale: float = 3.0) -> torch.Tensor:
@@ -105,10 +132,11 @@ def test_greedy_of_all_but_one_masked(device: str) -> None:
 SETTINGS = {
     "temperature": {"temperature": 0.7},
     "hot": {"temperature": 50.0},
-    "cold": {"temperature": 1e-20},
+    "cold": {"temperature": 1e-39},  # its reciprocal is no fp32
     "top_k": {"top_k": 20},
     "top_k 1": {"top_k": 1},
     "top_k above lanes": {"top_k": 300},
+    "top_k of nearly all": {"top_k": 900, "temperature": 50.0},
     "top_k above vocab": {"top_k": 5000},
     "top_p": {"top_p": 0.9},
     "top_p low": {"top_p": 0.1},
@@ -227,6 +255,11 @@ def test_top_p_keeps_all_that_tie_with_the_smallest_kept(device: str) -> None:
 def test_top_p_counts_of_what_top_k_has_left(device: str) -> None:
     row = torch.tensor([0.3, 0.4, 0.2, 0.1]).log()
     assert kept(row, device, top_k=2, top_p=0.5) == {1}
+
+
+@pytest.mark.parametrize("min_p", [1.0, 7.0])
+def test_min_p_keeps_the_largest_at_least(min_p: float, device: str) -> None:
+    assert kept(torch.tensor([0.0, 1.0, 0.9, 1.0]), device, min_p=min_p) == {1, 3}
 
 
 def test_zeros_of_either_sign_tie(device: str) -> None:
