@@ -43,9 +43,9 @@ STEP_KINDS = ("decode", "mixed")
 class GraphBuilder:
     """Build the graph of one kind of step.
 
-    `step` is `decode` (one token per sequence, inputs prepared on the device from the rows' state) or
-    `mixed` (any tokens, prepared by the host). The spec is the same for both. `dtype` is the compute
-    dtype; `page_size` the slots of a KV page, in tokens.
+    `step` is `decode` (one token per sequence, inputs prepared on the device from the rows' state)
+    or `mixed` (any tokens, prepared by the host). The spec is the same for both. `dtype` is the
+    compute dtype; `page_size` the slots of a KV page, in tokens.
 
     Raises: SpecError, ShapeError: at the author's line.
     """
@@ -103,7 +103,8 @@ class GraphBuilder:
         """Declare a weight from one checkpoint tensor, or from several joined along axis 0.
 
         `parts` is a tensor's name and `shape` its whole shape; or the rows of each tensor by name,
-        and `shape` is what follows the rows. `fallback` is the tensor to use where the part is absent.
+        and `shape` is what follows the rows. `fallback` is the tensor to use where the part is
+        absent.
         """
         if isinstance(parts, str):
             parts, shape = {parts: shape[0]}, shape[1:]
@@ -129,36 +130,21 @@ class GraphBuilder:
     def apply(
         self, kind: str, *operands: Value | None, name: str = "", **params: Any
     ) -> tuple[Value, ...]:
-        """Append an op and give its results. `name` is the first result's name within the scope."""
-        definition = ops.lookup(kind)
+        """Append an op and give its results.
+
+        `name` names the result within the scope, or several results with spaces between.
+        """
         given = [operand for operand in operands if operand is not None]
-        try:
-            record = definition.params(**params)
-        except TypeError as error:
-            raise SpecError(f"`{kind}`: {error}.") from None
+        record = ops.make_params(kind, params)
         types = ops.infer_types(kind, record, tuple(value.type for value in given))
-        if len(types) == 1:
-            names = [self._scope + (name or f"{kind}")]
-        else:
-            labels = name.split() if name else [f"{kind}.{label}" for label in definition.results]
-            if len(labels) != len(types):
-                labels = [f"{name or kind}.{index}" for index in range(len(types))]
-            names = [self._scope + label for label in labels]
         results = tuple(
-            Value(self._unique(label), type_) for label, type_ in zip(names, types, strict=True)
+            Value(self._unique(self._scope + label), type_)
+            for label, type_ in zip(_labels(kind, name, len(types)), types, strict=True)
         )
-        for value in results:
-            self._values[value.name] = value
-        self._ops.append(
-            Op(
-                kind,
-                tuple(value.name for value in given),
-                tuple(value.name for value in results),
-                record,
-                _author_line(),
-                tuple(value.name for value in results),
-            )
-        )
+        self._values.update((value.name, value) for value in results)
+        inputs = tuple(value.name for value in given)
+        outputs = tuple(value.name for value in results)
+        self._ops.append(Op(kind, inputs, outputs, record, _author_line(), origin=outputs))
         return results
 
     def _unique(self, name: str) -> str:
@@ -204,9 +190,8 @@ class GraphBuilder:
 
     def rope(self, x: Value, table: Value, *, head_dim: int, name: str = "") -> Value:
         """Rotate heads by the step's positions."""
-        return self.apply("rope", x, self._step["positions"], table, name=name, head_dim=head_dim)[
-            0
-        ]
+        positions = self._step["positions"]
+        return self.apply("rope", x, positions, table, name=name, head_dim=head_dim)[0]
 
     def attention(
         self,
@@ -250,7 +235,7 @@ class GraphBuilder:
         return self.apply("gather_rows", x, self._step["sample_index"], name=name)[0]
 
     def finish(self, logits: Value) -> Graph:
-        """Sample from the logits and give the finished graph; its outputs are the tokens and logits."""
+        """Sample from the logits and give the graph, which returns the tokens and the logits."""
         self.scope("")
         state = self._state
         (tokens,) = self.apply(
@@ -270,6 +255,16 @@ class GraphBuilder:
             (tokens.name, logits.name),
             tuple(self._values.values()),
         )
+
+
+def _labels(kind: str, name: str, count: int) -> list[str]:
+    """Name the results of an op: as the author says, or by its kind."""
+    if count == 1:
+        return [name or kind]
+    given = name.split() or [f"{kind}.{result}" for result in ops.lookup(kind).results]
+    if len(given) == count:
+        return given
+    return [f"{name or kind}.{index}" for index in range(count)]
 
 
 def _author_line() -> str:

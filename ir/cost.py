@@ -1,6 +1,6 @@
 """What an op must compute and move: the floor of its time. Reads the registry's formulas.
 
-Called by kernel headers, the tuner and the reports.
+Called by lowering, for the headers of kernels.
 """
 
 from __future__ import annotations
@@ -18,10 +18,6 @@ class Cost:
 
     flops: int
     bytes: int
-
-    def floor_us(self, flops_per_s: float, bytes_per_s: float) -> float:
-        """Give the time that no kernel can beat, in microseconds."""
-        return 1e6 * max(self.flops / flops_per_s, self.bytes / bytes_per_s)
 
 
 def op_cost(op: Op, graph: Graph, dims: Mapping[str, int]) -> Cost:

@@ -51,10 +51,15 @@ class Sym:
             raise ShapeError(f"Only `{self}` plus a whole number is a dim, not plus `{other}`.")
         return Sym(self.name, self.scale, self.offset + other)
 
+    # A symbol in an `if` or as an index is a mistake that must not pass for a number.
     def __bool__(self) -> bool:
-        raise ShapeError(f"The dim `{self}` has no value before a step binds it.")
+        raise self._unbound()
 
-    __int__ = __index__ = __bool__  # type: ignore[assignment]
+    def __index__(self) -> int:
+        raise self._unbound()
+
+    def _unbound(self) -> ShapeError:
+        return ShapeError(f"The dim `{self}` has no value before a step binds it.")
 
     def __str__(self) -> str:
         text = self.name if self.scale == 1 else f"{self.scale}{self.name}"

@@ -24,7 +24,7 @@ class TreadleError(Exception):
 
 
 class SpecError(TreadleError):
-    """A model spec is wrong: an op is misused, a weight is undeclared, a graph breaks its stage's rules."""
+    """A spec is wrong: an op is misused, a weight undeclared, a graph breaks its stage's rules."""
 
 
 class ShapeError(SpecError):
@@ -40,7 +40,7 @@ class ScheduleError(TreadleError):
 
 
 class KernelError(TreadleError):
-    """An emitted kernel failed to compile, failed to run or gave a wrong result; the message names it."""
+    """A kernel, which the message names, does not compile or run, or its result is wrong."""
 
 
 class CheckpointError(TreadleError):
@@ -66,7 +66,8 @@ class MachineError(TreadleError):
 class RequestError(TreadleError):
     """A client's request can't be served; maps to a 4xx answer.
 
-    `param` is the path of the offending field (`messages.0.role`), `code` a stable machine-readable word.
+    `param` is the path of the offending field (`messages.0.role`), `code` a stable word for
+    programs.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class RequestError(TreadleError):
 
 
 class QueueFullError(RequestError):
-    """The engine's queue is full or it is draining; the client should retry after `retry_after_s`."""
+    """The engine is full or draining; the client should retry after `retry_after_s`."""
 
     def __init__(
         self,

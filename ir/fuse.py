@@ -1,16 +1,16 @@
-"""Fusion: rewriting rules that join ops into one kernel, each with its legality test and its reasons.
+"""Fusion: rules that join ops into one kernel, each with its legality test and its reasons.
 
-A rule matches kinds, use counts and types, never names. Every refusal is a value that `explain` prints.
-Called by `pipeline.py`.
+A rule matches kinds, use counts and types, never names. Every refusal is a value that `explain`
+prints. Called by `pipeline.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from treadle.ir import ops
-from treadle.ir.graph import Graph, Op, Weight
+from treadle.ir.graph import Graph, Op, Weight, walk
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,8 @@ def obstacle(graph: Graph, members: Iterable[Op]) -> str | None:
 
 
 def _mutated(op: Op) -> list[str]:
-    plain = op.body or (op,)
     names = []
-    for inner in plain:
+    for inner in op.plain:
         definition = ops.lookup(inner.kind)
         names += [
             name
@@ -59,35 +58,25 @@ def _mutated(op: Op) -> list[str]:
     return names
 
 
-def join(graph: Graph, members: Iterable[Op], *, duplicate: frozenset[str] = frozenset()) -> Graph:
-    """Replace the members by one fused op at the place of the last; `duplicate` names ops that stay too."""
+def join(graph: Graph, members: Iterable[Op]) -> Graph:
+    """Replace the members by one fused op at the place of the last."""
     members = sorted(members, key=graph.ops.index)
-    body = tuple(inner for op in members for inner in (op.body or (op,)))
+    body = tuple(walk(members))
     made = {name for op in body for name in op.outputs}
     inputs = tuple(dict.fromkeys(n for op in body for n in op.inputs if n not in made))
-    outside = {name for op in graph.ops if op not in members for name in op.inputs} | set(
-        graph.outputs
-    )
-    kept = {name for op in members if op.name in duplicate for name in op.outputs}
-    outputs = tuple(
-        name for op in body for name in op.outputs if name in outside and name not in kept
-    )
+    others = [op for op in graph.ops if op not in members]
+    outside = {*graph.outputs, *(name for op in others for name in op.inputs)}
     fused = Op(
         "fused",
         inputs,
-        outputs,
+        tuple(name for op in body for name in op.outputs if name in outside),
         ops.FusedParams(kernel_name(body)),
         members[-1].where,
         tuple(dict.fromkeys(name for op in members for name in op.origin)),
         body,
     )
-    new_ops = []
-    for op in graph.ops:
-        if op is members[-1]:
-            new_ops.append(fused)
-        elif op not in members or op.name in duplicate:
-            new_ops.append(op)
-    return graph.replace_ops(new_ops)
+    new_ops = [fused if op is members[-1] else op for op in graph.ops]
+    return graph.replace_ops(op for op in new_ops if op not in members)
 
 
 def kernel_name(body: Iterable[Op]) -> str:
@@ -135,27 +124,15 @@ def fuse_rope_kv_write(graph: Graph) -> Result:
     """Join split, the ropes of q and k and the append of k and v into one kernel."""
     refusals: list[Refusal] = []
     for write in [op for op in graph.ops if op.kind == "kv_write"]:
-        rope_k, split = graph.producers.get(write.inputs[0]), graph.producers.get(write.inputs[1])
+        rope_k, split = (graph.producers.get(name) for name in write.inputs[:2])
         if rope_k is None or split is None or rope_k.kind != "rope" or split.kind != "split":
-            refusals.append(
-                Refusal(
-                    "fuse_rope_kv_write", write.name, "k is not roped or v is not part of a split"
-                )
-            )
+            reason = "k is not roped or v is not part of a split"
+            refusals.append(Refusal("fuse_rope_kv_write", write.name, reason))
             continue
-        ropes = [
-            reader
-            for name in split.outputs
-            for reader in graph.uses.get(name, ())
-            if reader.kind == "rope"
-        ]
+        readers = [op for name in split.outputs for op in graph.uses.get(name, ())]
+        ropes = [op for op in readers if op.kind == "rope"]
         members = [split, *ropes, write]
-        strangers = [
-            reader.name
-            for name in split.outputs
-            for reader in graph.uses.get(name, ())
-            if reader not in members
-        ]
+        strangers = [op.name for op in readers if op not in members]
         reason = obstacle(graph, members)
         if strangers:
             reason = f"parts of the split are read by {', '.join(strangers)} too"
@@ -169,7 +146,7 @@ def fuse_rope_kv_write(graph: Graph) -> Result:
 
 
 def _fuse_follower(graph: Graph, rule: str, follower_kind: str) -> Result:
-    """Join each linear (or fused linear) with the single `follower_kind` op that reads its result."""
+    """Join each linear, plain or fused, with the one `follower_kind` op that reads its result."""
     refusals: list[Refusal] = []
     for follower in [op for op in graph.ops if op.kind == follower_kind]:
         candidates = [graph.producers.get(name) for name in follower.inputs]
@@ -177,7 +154,7 @@ def _fuse_follower(graph: Graph, rule: str, follower_kind: str) -> Result:
             op
             for op in candidates
             if op is not None
-            and (op.kind == "linear" or any(inner.kind == "linear" for inner in op.body))
+            and any(inner.kind == "linear" for inner in op.plain)
             and graph.single_use(op.outputs[0]) is follower
         ]
         if not linears:
@@ -215,9 +192,10 @@ def fuse_gather_norm(graph: Graph) -> Result:
 
 
 def fuse_norm_prologue(graph: Graph) -> Result:
-    """Fold a norm into the linears that read it: worth it for few tokens, where a launch costs more.
+    """Fold a norm into the only linear that reads it.
 
-    Each program of the linear recomputes the row's mean square while it streams the row.
+    Each program of the linear recomputes the row's mean square while it streams the row: worth it
+    for few tokens, where a launch costs more.
     """
     refusals: list[Refusal] = []
     for norm in [op for op in graph.ops if op.kind == "rms_norm"]:
@@ -226,22 +204,9 @@ def fuse_norm_prologue(graph: Graph) -> Result:
             refusals.append(Refusal("fuse_norm_prologue", norm.name, "several ops read it"))
             continue
         (reader,) = readers
-        plain = reader.body or (reader,)
-        if plain[0].kind != "linear" or plain[0].inputs[0] != norm.outputs[0]:
+        first = reader.plain[0]
+        if first.kind != "linear" or first.inputs[0] != norm.outputs[0]:
             refusals.append(Refusal("fuse_norm_prologue", norm.name, "its reader is not a linear"))
             continue
         graph = join(graph, [norm, reader])
     return graph, tuple(refusals)
-
-
-RULES: dict[str, Callable[[Graph], Result]] = {
-    rule.__name__: rule
-    for rule in (
-        interleave_gate_up,
-        fuse_rope_kv_write,
-        fuse_glu,
-        fuse_residual,
-        fuse_gather_norm,
-        fuse_norm_prologue,
-    )
-}

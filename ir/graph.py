@@ -37,12 +37,12 @@ class RopeTable:
 
 @dataclass(frozen=True)
 class Weight:
-    """Declare a constant of the model and where it comes from; the loader, `show` and LoRA read this.
+    """Declare a constant of the model and where it comes from.
 
     `parts` are checkpoint tensors concatenated along axis 0. `part_rows` are their rows. Where the
-    checkpoint lacks the (single) part, `fallback` is used: a tied head. `interleave` g > 0 says that
-    the first half of the rows (gate) and the second (up) alternate in groups of g rows, so that one
-    tile of a matmul holds both. `rope` marks a computed table instead of a loaded tensor.
+    checkpoint lacks the (single) part, `fallback` is used: a tied head. `interleave` g > 0 says
+    that the first half of the rows (gate) and the second (up) alternate in groups of g rows, so
+    that one tile of a matmul holds both. `rope` marks a computed table, not a loaded tensor.
     """
 
     name: str
@@ -75,10 +75,18 @@ class Op:
         """The op's name: that of its first output, or of its kind where it has none."""
         return self.outputs[0] if self.outputs else f"{self.kind}.{self.inputs[-1]}"
 
+    @property
+    def plain(self) -> tuple[Op, ...]:
+        """The plain ops it stands for: its body, or itself."""
+        return self.body or (self,)
+
 
 @dataclass(frozen=True)
 class Graph:
-    """A whole step of a model. `values` types every input and every op's output, also inside bodies."""
+    """Hold a whole step of a model.
+
+    `values` types every output of an op, also of those inside bodies.
+    """
 
     name: str
     inputs: tuple[Value, ...]
@@ -142,7 +150,7 @@ class Graph:
 def walk(ops: Iterable[Op]) -> Iterator[Op]:
     """Yield the plain ops in order: those of a fused op's body instead of the fused op."""
     for op in ops:
-        yield from op.body or (op,)
+        yield from op.plain
 
 
 def fingerprint(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from treadle.ir import dims as d
 from treadle.ir.errors import ShapeError, SpecError
-from treadle.ir.types import FLOATS, TensorType
+from treadle.ir.types import DTYPE_BYTES, FLOATS, TensorType
 
 Types = tuple[TensorType, ...]
 Dims = Mapping[str, int]
@@ -25,7 +25,8 @@ class OpDef:
     `operands` name the inputs in order, `results` the outputs; an operand ending in `?` may be left
     out (at the end only). `mutates` names operands written in place: such an op never moves past
     another that touches the same operand. `role` is what fusion may do with it: an `anchor` gets a
-    kernel, a `pointwise` op joins its producer's epilogue, a `row` op a prologue, a `view` vanishes.
+    kernel, a `pointwise` op joins its producer's epilogue, a `row` op a prologue, a `view`
+    vanishes.
     """
 
     kind: str
@@ -95,12 +96,20 @@ def _define(
 
 
 def lookup(kind: str) -> OpDef:
-    """Give the definition of `kind`. Raises: SpecError: there is none; the message lists the kinds."""
+    """Give the definition of `kind`. Raises: SpecError: there is none; lists those there are."""
     if kind not in REGISTRY:
         raise SpecError(
             f"There is no op `{kind}`; the registry holds {', '.join(sorted(REGISTRY))}."
         )
     return REGISTRY[kind]
+
+
+def make_params(kind: str, values: Mapping[str, Any]) -> Any:
+    """Make the parameters of an op of this kind. Raises: SpecError: some are missing or unknown."""
+    try:
+        return lookup(kind).params(**values)
+    except TypeError as error:
+        raise SpecError(f"`{kind}`: {error}.") from None
 
 
 def infer_types(kind: str, params: Any, inputs: Types) -> Types:
@@ -111,11 +120,12 @@ def infer_types(kind: str, params: Any, inputs: Types) -> Types:
     definition = lookup(kind)
     if not isinstance(params, definition.params):
         raise SpecError(
-            f"`{kind}` takes parameters {definition.params.__name__}, found {type(params).__name__}."
+            f"`{kind}` takes {definition.params.__name__}, found {type(params).__name__}."
         )
     if not definition.required <= len(inputs) <= len(definition.operands):
         raise SpecError(
-            f"`{kind}` takes the operands {', '.join(definition.operands)}; found {len(inputs)} of them."
+            f"`{kind}` takes the operands {', '.join(definition.operands)}; found {len(inputs)} of "
+            "them."
         )
     return definition.infer(params, *inputs)
 
@@ -283,17 +293,17 @@ def _glu(params: GluParams, gate_up: TensorType) -> Types:
     """Gate one half of the features with the activated other half.
 
     Formula: y = act(gate) * up
-    Shapes: gate_up [T, 2F]; y [T, F]. With interleave 0 the first F features are the gate; with g > 0
-    groups of g gate features alternate with groups of g up features.
+    Shapes: gate_up [T, 2F]; y [T, F]. With interleave 0 the first F features are the gate; with
+    g > 0 groups of g gate features alternate with groups of g up features.
     Source: Shazeer, GLU Variants Improve Transformer, 2020.
     """
-    width = gate_up.shape[-1]
-    _expect(isinstance(width, int) and width % 2 == 0, "glu", "an even last axis", gate_up)
+    width = gate_up.size(-1)
+    _expect(width % 2 == 0, "glu", "an even last axis", gate_up)
     if params.act != "silu":
         raise SpecError(f"`glu` knows the activation `silu`, found `{params.act}`.")
-    if params.interleave and (width // 2) % params.interleave:  # type: ignore[operator]
+    if params.interleave and (width // 2) % params.interleave:
         raise SpecError(f"`glu` can't alternate groups of {params.interleave} in {gate_up}.")
-    return (gate_up.with_shape(*gate_up.shape[:-1], width // 2),)  # type: ignore[operator]
+    return (gate_up.with_shape(*gate_up.shape[:-1], width // 2),)
 
 
 @_define("split", SplitParams, "x", "parts", "view")
@@ -321,17 +331,12 @@ def _rope(params: RopeParams, x: TensorType, positions: TensorType, table: Tenso
     Source: Su et al., RoFormer, 2021; halves as in Hugging Face's `rotate_half`.
     """
     _expect_ints("rope", positions=(positions, (d.T,)))
-    width, rotary = x.shape[-1], table.shape[-1]
+    head_dim, rotary_dim = params.head_dim, table.size(-1)
+    _expect(x.size(-1) % head_dim == 0, "rope", f"heads of {head_dim}", x)
     _expect(
-        isinstance(width, int) and width % params.head_dim == 0,
+        rotary_dim <= head_dim and rotary_dim % 2 == 0,
         "rope",
-        f"heads of {params.head_dim}",
-        x,
-    )
-    _expect(
-        isinstance(rotary, int) and rotary <= params.head_dim and rotary % 2 == 0,
-        "rope",
-        f"a table no wider than the head of {params.head_dim}",
+        f"a table of even width no wider than the head of {head_dim}",
         table,
     )
     return (x,)
@@ -377,8 +382,8 @@ def _kv_write(
 ) -> Types:
     """Append the step's keys and values to the pages of their rows.
 
-    Shapes: k, v [T, G*D]; cache kv[P, G, S, D]. Position p of row r lies in page block_table[r, p // S],
-    slot p % S. Tokens of a padding sequence (row -1) write nothing.
+    Shapes: k, v [T, G*D]; cache kv[P, G, S, D]. Position p of row r lies in page
+    block_table[r, p // S], slot p % S. Tokens of a padding sequence (row -1) write nothing.
     """
     _expect_step(
         "kv_write",
@@ -388,7 +393,7 @@ def _kv_write(
         block_table=block_table,
     )
     _expect(cache.layout == "kv", "kv_write", "a paged cache", cache)
-    width = cache.shape[1] * cache.shape[3]  # type: ignore[operator]
+    width = cache.size(1) * cache.size(3)
     _expect(k == v and k.shape[-1] == width, "kv_write", f"k and v of width {width}", k, v)
     return ()
 
@@ -399,8 +404,8 @@ def _attention_flops(params: AttentionParams, _inputs: Types, _outputs: Types, d
 
 def _attention_bytes(params: AttentionParams, inputs: Types, outputs: Types, dims: Dims) -> int:
     cached = 2 * dims["B"] * dims["C"] * params.num_kv_heads * params.head_dim
-    element_bytes = TensorType((1,), inputs[1].dtype).num_bytes({})
-    return inputs[0].num_bytes(dims) + outputs[0].num_bytes(dims) + cached * element_bytes
+    query = inputs[0].num_bytes(dims) + outputs[0].num_bytes(dims)
+    return query + cached * DTYPE_BYTES[inputs[1].dtype]
 
 
 @_define(
@@ -424,7 +429,8 @@ def _attention(
     """Attend causally from each token to the tokens of its row, through the pages.
 
     Formula: y = softmax(scale * q @ K.T + causal mask) @ V per head; query heads share H/G KV heads
-    Shapes: q [T, H*D]; cache kv[P, G, S, D]; y [T, H*D]. A step's own tokens are already in the cache.
+    Shapes: q [T, H*D]; cache kv[P, G, S, D]; y [T, H*D]. A step's own tokens are already in the
+    cache.
     Cost: counted for B sequences of context C.
     """
     _expect_step(
@@ -445,8 +451,8 @@ def _attention(
     )
     if params.num_heads % params.num_kv_heads:
         raise ShapeError(
-            f"`attention` expects query heads in whole groups per KV head; found {params.num_heads} "
-            f"over {params.num_kv_heads}."
+            "`attention` expects query heads in whole groups per KV head; found "
+            f"{params.num_heads} over {params.num_kv_heads}."
         )
     return (q,)
 
@@ -508,9 +514,10 @@ def _advance(
 ) -> Types:
     """Prepare a decode step from the rows' state: one token per sequence, one longer each.
 
-    Formula: position = length[row]; length[row] += 1; token = last_token[row]; context = position + 1
-    Shapes: seq_rows i32[B], -1 for padding; last_token, length i32[R]. A padding sequence gets token 0,
-    position 0, context 0 and sample index -1.
+    Formula: position = length[row]; length[row] += 1; token = last_token[row];
+    context = position + 1
+    Shapes: seq_rows i32[B], -1 for padding; last_token, length i32[R]. A padding sequence gets
+    token 0, position 0, context 0 and sample index -1.
     """
     _expect_ints(
         "advance",

@@ -74,7 +74,10 @@ class _Parts:
 
 
 def parse_graph(text: str) -> Graph:
-    """Read a graph as `print_graph` writes it. Raises: SpecError: names the line that can't be read."""
+    """Read a graph as `print_graph` writes it.
+
+    Raises: SpecError: a line can't be read; quotes it.
+    """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines or not lines[0].startswith("graph ") or lines[-1] != "}":
         raise SpecError("A graph's text starts with `graph NAME {` and ends with `}`.")
@@ -117,24 +120,28 @@ def _results(text: str | None, parts: _Parts) -> tuple[str, ...]:
 
 
 def _parse_op(found: re.Match[str], parts: _Parts) -> Op:
-    definition = ops.lookup(found[2])
-    params = definition.params(**_keywords(found[4] or ""))
+    _, named = _parse_arguments(found[4] or "")
+    params = ops.make_params(found[2], named)
     return Op(found[2], _names(found[3]), _results(found[1], parts), params)
 
 
-def _keywords(text: str) -> dict[str, Any]:
-    call = ast.parse(f"f({text})", mode="eval").body
-    if not isinstance(call, ast.Call):
-        raise SpecError(f"Parameters are written `name=value, …`; found `{text}`.")
-    return {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
+def _parse_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
+    """Read what stands between the parentheses of a call: literals, then `name=literal`."""
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        assert isinstance(call, ast.Call), "the text was put into a call"
+        positional = [ast.literal_eval(argument) for argument in call.args]
+        named = {word.arg or "**": ast.literal_eval(word.value) for word in call.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise SpecError(f"Arguments are literals, as in `name=value`; found `{text}`.") from error
+    return positional, named
 
 
 def _parse_weight(name: str, type_: TensorType, source: str, arguments: str) -> Weight:
-    call = ast.parse(f"f({arguments})", mode="eval").body
-    if not isinstance(call, ast.Call):
-        raise SpecError(f"The source of weight `{name}` can't be read: `{arguments}`.")
-    first = ast.literal_eval(call.args[0])
-    options = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
+    positional, options = _parse_arguments(arguments)
+    if len(positional) != 1:
+        raise SpecError(f"The source of weight `{name}` can't be read: `{source}({arguments})`.")
+    (first,) = positional
     if source == "rope_table":
         return Weight(name, type_, rope=RopeTable(tuple(first), **options))
     return Weight(name, type_, tuple(first), tuple(first.values()), **options)

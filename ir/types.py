@@ -30,7 +30,7 @@ _PATTERN = re.compile(r"^(?:(kv)\.)?(\w+)\[([^\]]*)\]$")
 
 @dataclass(frozen=True)
 class TensorType:
-    """Describe a tensor; prints as `bf16[T, 4096]`, or `kv.bf16[P, 8, 64, 128]` for a layer's cache.
+    """Describe a tensor: prints as `bf16[T, 4096]`, a layer's cache as `kv.bf16[P, 8, 64, 128]`.
 
     Raises: ShapeError: an unknown dtype or layout, or a dim that is not positive.
     """
@@ -51,6 +51,16 @@ class TensorType:
     def __str__(self) -> str:
         prefix = f"{self.layout}." if self.layout else ""
         return f"{prefix}{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+    def size(self, axis: int) -> int:
+        """Give the size of an axis that is the same in every step.
+
+        Raises: ShapeError: a step decides it; names type and axis.
+        """
+        dim = self.shape[axis]
+        if not isinstance(dim, int):
+            raise ShapeError(f"Axis {axis} of {self} should have a fixed size; it is `{dim}`.")
+        return dim
 
     def bound_shape(self, dims: Mapping[str, int]) -> tuple[int, ...]:
         """Give the shape in a step with these `dims`."""

@@ -1,4 +1,4 @@
-"""The rules that make a graph legal, checked after every pass, so that it fails where it went wrong.
+"""The rules that make a graph legal, checked after every pass: it fails where it went wrong.
 
 Called by the pipeline and by tests.
 """
@@ -15,8 +15,9 @@ STAGES = ("authored", "partly fused", "fused")
 def verify(graph: Graph, stage: str) -> None:
     """Check names, types and the stage's form.
 
-    Stage `authored`: plain ops only; `partly fused`: no rule yet. Stage `fused`: no `view` or `pointwise` op stands outside a body;
-    a body has exactly one anchor, except that a lone row op may stand for itself.
+    Stage `authored`: plain ops only. Stage `partly fused`: fused ops stand beside plain ones of any
+    role. Stage `fused`: no `view` or `pointwise` op stands outside a body. At every stage a body
+    has exactly one anchor, or is made of row ops.
 
     Raises: SpecError, ShapeError: the rule, the op and what breaks it.
     """
@@ -66,7 +67,8 @@ def _verify_body(graph: Graph, op: Op) -> None:
     rows = [inner for inner in op.body if ops.lookup(inner.kind).role == "row"]
     if len(anchors) != 1 and not (not anchors and rows):
         raise SpecError(
-            f"`{op.name}`: a fused op has one anchor, found {', '.join(a.kind for a in anchors) or 'none'}."
+            f"`{op.name}`: a fused op has one anchor, found "
+            f"{', '.join(anchor.kind for anchor in anchors) or 'none'}."
         )
     known = set(op.inputs)
     for inner in op.body:
