@@ -1,6 +1,7 @@
-"""The blocks that decoder specs are made of: a layer's named weights, attention, feed-forward, head.
+"""The blocks that decoder specs are made of: named weights, attention, feed-forward, head.
 
-Differences between families are arguments. Called by the specs; knows the builder, not the compiler.
+Differences between families are arguments. Called by the specs; knows the builder, not the
+compiler.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from treadle.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Layer:
-    """Name the weights of one layer: `layers.3.qkv` in the graph, `model.layers.3.…` in checkpoints."""
+    """Name the weights of a layer: `layers.3.qkv` in graphs, `model.layers.3.…` in checkpoints."""
 
     b: GraphBuilder
     index: int
@@ -23,7 +24,7 @@ class Layer:
     def norm(self, x: Value, module: str, *, eps: float) -> Value:
         """Normalise by the weight of `module`, `input_layernorm` for example."""
         checkpoint_name = f"model.layers.{self.index}.{module}.weight"
-        weight = self.b.weight(f"layers.{self.index}.{module}", checkpoint_name, _width(x))
+        weight = self.b.weight(f"layers.{self.index}.{module}", checkpoint_name, x.type.size(-1))
         return self.b.rms_norm(x, weight, eps=eps, name=module)
 
     def project(self, x: Value, name: str, modules: Mapping[str, int], *, bias: bool) -> Value:
@@ -31,7 +32,7 @@ class Layer:
         at = f"model.layers.{self.index}"
         weights = {f"{at}.{module}.weight": rows for module, rows in modules.items()}
         biases = {f"{at}.{module}.bias": rows for module, rows in modules.items()}
-        weight = self.b.weight(f"layers.{self.index}.{name}", weights, _width(x))
+        weight = self.b.weight(f"layers.{self.index}.{name}", weights, x.type.size(-1))
         bias_value = self.b.weight(f"layers.{self.index}.{name}_bias", biases) if bias else None
         return self.b.linear(x, weight, bias_value, name=name)
 
@@ -74,16 +75,10 @@ def gated_mlp(layer: Layer, x: Value, config: ModelConfig) -> Value:
 
 
 def head(b: GraphBuilder, x: Value, config: ModelConfig) -> Graph:
-    """Normalise the rows whose logits are wanted, multiply by the (perhaps tied) head, and sample."""
+    """Normalise the rows whose logits are wanted, multiply by the head, tied or not, and sample."""
     norm = b.weight("norm", "model.norm.weight", config.hidden_size)
     x = b.rms_norm(b.last_rows(x, name="last"), norm, eps=config.rms_norm_eps, name="normed")
     tied_to = "model.embed_tokens.weight" if config.tie_word_embeddings else ""
     shape = (config.vocab_size, config.hidden_size)
     weight = b.weight("lm_head", "lm_head.weight", *shape, fallback=tied_to)
     return b.finish(b.linear(x, weight, out_dtype="f32", name="logits"))
-
-
-def _width(x: Value) -> int:
-    width = x.type.shape[-1]
-    assert isinstance(width, int), f"`{x.name}` has a symbolic last axis: {x.type}"
-    return width

@@ -246,7 +246,7 @@ def from_hf(config: Mapping[str, object]) -> ModelConfig:
 
 
 def architecture_of(config: Mapping[str, object]) -> str:
-    """Read only the architecture's name. Raises: SpecError: there is none, or it is contradicted."""
+    """Read the architecture's name only. Raises: SpecError: there is none, or two disagree."""
     return _read_architecture(_Reader(config))
 
 

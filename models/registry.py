@@ -39,7 +39,7 @@ def find_family(architecture: str) -> Family:
     known = [name for family in FAMILIES for name in family.architectures]
     nearest = difflib.get_close_matches(architecture, known, n=3, cutoff=0.3) or known
     raise SpecError(
-        f"No spec describes the architecture `{architecture}`; the nearest are {', '.join(nearest)}.",
+        f"No spec describes the architecture `{architecture}`; nearest are {', '.join(nearest)}.",
         remedy="docs/tutorial.md shows how to describe a model of your own in models/.",
     )
 
