@@ -1,4 +1,4 @@
-"""The artifact: the directory that `compile` writes and `serve` reads, and the checks between the two.
+"""The artifact: the directory that `compile` writes and `serve` reads, and the checks between.
 
 manifest.json   what this is: versions, target, model source, engine settings, hash of every file
 graph/*.ir      the graphs, authored and fused, as text; the runtime parses the fused ones
@@ -13,6 +13,7 @@ Called by the compiler and the engine.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -34,7 +35,7 @@ TOKENIZER = "tokenizer"
 
 @dataclass(frozen=True)
 class Manifest:
-    """Say what an artifact is. `key` names everything its content depends on; `files` their SHA-256."""
+    """Say what an artifact is. `key` names all its content depends on; `files` their SHA-256."""
 
     key: str
     treadle: str
@@ -173,14 +174,17 @@ def _put_in_place(folder: Path, path: Path) -> None:
 
 
 def write_error(path: Path, error: OSError) -> MachineError:
-    """Say why `path` could not be written, and how much space is left where it was to be."""
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-    free_bytes = shutil.disk_usage(there).free
-    return MachineError(
-        f"Can't write {path}: {error.strerror or error} ({free_bytes / 2**30:.1f} GiB are free in "
-        f"{there}).",
-        remedy="Free some space, or choose another folder with -o (for caches: TREADLE_CACHE_DIR).",
-    )
+    """Say why `path` could not be written; where the disk is full, how much space is left."""
+    reason = error.strerror or str(error)
+    if isinstance(error, FileExistsError):
+        reason = f"{error.filename} is a file"
+    advice = "Choose another folder (-o or --dump; for caches TREADLE_CACHE_DIR)"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+        free_bytes = shutil.disk_usage(there).free
+        reason += f"; {free_bytes / 2**20:.1f} MiB are free in {there}"
+        advice += ", or free some space"
+    return MachineError(f"Can't write {path}: {reason}.", remedy=f"{advice}.")
 
 
 def finish_manifest(folder: Path, manifest: Manifest) -> None:

@@ -113,12 +113,24 @@ class Checkpoint:
         )
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, *, if_missing: str = "") -> Checkpoint:
     """Open a Hugging Face folder or a GGUF file, and check that it is complete; reads no weights.
 
-    Raises: CheckpointError: something is missing, truncated, contradictory or of an unknown format.
+    `if_missing` is the remedy where there is nothing at `path`, if the caller knows a better one.
+    Raises: CheckpointError: something is missing, truncated, contradictory, unreadable or of an
+    unknown format.
     """
     path = Path(path).expanduser()
+    try:
+        return _open(path, if_missing)
+    except PermissionError as error:
+        raise CheckpointError(
+            f"{error.filename or path} can't be read: {error.strerror}.",
+            remedy="Check its permissions.",
+        ) from error
+
+
+def _open(path: Path, if_missing: str) -> Checkpoint:
     if path.is_dir():
         return Checkpoint(path, "safetensors", SafetensorsSource(path))
     if not path.exists():
@@ -126,7 +138,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         if not path.is_absolute() and len(path.parts) == 2:  # as in `org/model`
             remedy += f" To use a model of the Hugging Face hub: `hf download {path}`."
         raise CheckpointError(
-            f"A model must be a folder or a .gguf file; {path} does not exist.", remedy=remedy
+            f"A model must be a folder or a .gguf file; {path} does not exist.",
+            remedy=if_missing or remedy,
         )
     if path.suffix.lower() == ".gguf":
         return Checkpoint(path, "gguf", GgufSource(path))

@@ -32,7 +32,7 @@ from treadle.runtime.weights import check_names
 
 Report = Callable[[str], None]
 
-# Graphs whose fused form runs, by the step they belong to and whether norms are folded into linears.
+# Graphs whose fused form runs: the step they belong to, and whether norms are folded into linears.
 FORMS: dict[str, tuple[str, bool]] = {
     "decode.few": ("decode", True),
     "decode": ("decode", False),
@@ -45,8 +45,8 @@ DEFAULT_WINDOW_TOKENS = 8192  # of a model whose own window is larger, unless as
 class CompileOptions:
     """Say how to compile. Empty or 0 means: decide from the model and the machine.
 
-    `target` auto, cuda, interpret or reference; `architecture` the GPU to compile for (`sm_90`), which
-    need not be in this machine; `dtype` the compute dtype; sizes as in `EngineConfig`.
+    `target` auto, cuda, interpret or reference; `architecture` the GPU to compile for (`sm_90`),
+    which need not be in this machine; `dtype` the compute dtype; sizes as in `EngineConfig`.
     """
 
     target: str = "auto"
@@ -170,7 +170,7 @@ def compile_model(
 def _copy_tokenizer(checkpoint: Checkpoint, folder: Path, report: Report) -> None:
     """Give the artifact the tokenizer in the form that loads fastest.
 
-    A checkpoint without one still compiles, for `verify` and benchmarks; serving it says what lacks.
+    A checkpoint without one still compiles, for `verify` and benchmarks; serving says what lacks.
     """
     try:
         tokenizer = Tokenizer.from_source(checkpoint)
@@ -199,7 +199,7 @@ def _compile_kernels(
 
 
 def _open_if_current(out: Path, key: str, report: Report) -> Artifact | None:
-    """Give the artifact at `out` if it is whole and what would be compiled; a damaged one is told."""
+    """Give the artifact at `out` if it is what would be compiled; report a damaged one."""
     try:
         current = artifacts.open_artifact(out)
     except ArtifactError as error:

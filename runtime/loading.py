@@ -15,7 +15,7 @@ import torch
 import triton
 
 from treadle.ir import knobs
-from treadle.ir.errors import ArtifactError, CheckpointError, ConfigError, MachineError
+from treadle.ir.errors import ArtifactError, ConfigError, MachineError
 from treadle.ir.graph import Graph
 from treadle.ir.text import parse_graph
 from treadle.runtime import machine
@@ -72,7 +72,7 @@ def check_fits(artifact: Artifact, checkpoint: Checkpoint) -> None:
     if manifest.triton != found.triton:
         raise ArtifactError(
             f"{artifact.path} was compiled with Triton {manifest.triton}, this machine has "
-            f"{found.triton}: its binaries would not be found and kernels would compile while serving.",
+            f"{found.triton}: its binaries would not be found, and kernels compile while serving.",
             remedy="Compile it again on this machine.",
         )
 
@@ -111,7 +111,13 @@ def load_artifact(
     begin("checking the artifact")
     artifact = open_artifact(path)
     config = artifact.manifest.engine
-    checkpoint = _open_weights(artifact, options.model_path)
+    checkpoint = open_checkpoint(
+        options.model_path or artifact.manifest.model_path,
+        if_missing=""
+        if options.model_path
+        else f"{path} was compiled from it. Where it has moved, say so: treadle serve {path} "
+        "--model-path MODEL",
+    )
     check_fits(artifact, checkpoint)
     device = machine.device_of(config.target)
     begin("loading weights")
@@ -167,18 +173,6 @@ def load_artifact(
     )
 
 
-def _open_weights(artifact: Artifact, elsewhere: str) -> Checkpoint:
-    """Open the checkpoint where it was when the artifact was made, or `elsewhere`."""
-    path = artifact.manifest.model_path
-    if not elsewhere and not Path(path).exists():
-        raise CheckpointError(
-            f"{artifact.path} needs the weights that it was compiled for; {path} does not exist.",
-            remedy=f"Put them back, or name their new place: treadle serve {artifact.path} "
-            "--model-path MODEL",
-        )
-    return open_checkpoint(elsewhere or path)
-
-
 def load_model(
     path: Path, options: ServeOptions, report: Callable[[str], None] = lambda phase: None
 ) -> LoadedModel:
@@ -211,8 +205,9 @@ def load_model(
         "window": f"{config.max_context_tokens} tokens",
         "weights": f"{loaded.weight_bytes / 2**20:.0f} MiB",
         "workspace": f"{(loaded.workspace_bytes + state.num_bytes) / 2**20:.0f} MiB",
-        "KV cache": f"{state.cache_bytes / 2**20:.0f} MiB = {num_pages} pages of {config.page_size} "
-        f"tokens, {num_pages // config.pages_per_row} requests of the full window",
+        "KV cache": f"{state.cache_bytes / 2**20:.0f} MiB = {num_pages} pages of "
+        f"{config.page_size} tokens, {num_pages // config.pages_per_row} requests of the full "
+        "window",
         "largest batch": f"{config.max_rows} requests, {config.max_step_tokens} tokens a step",
         "start-up": timer.finish(),
     }
@@ -258,7 +253,7 @@ def decide_pages(
         if pages < 1:
             raise ConfigError(
                 f"--kv-memory {options.kv_bytes} bytes is less than one page of {each} bytes.",
-                remedy=f"Give at least {each * config.pages_per_row} bytes: one request of the window.",
+                remedy=f"Give at least {each * config.pages_per_row} bytes: one request's window.",
             )
         return min(pages, most)
     if device.type == "cuda":

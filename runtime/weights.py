@@ -35,7 +35,7 @@ NAMES_SHOWN = 6
 
 
 def check_names(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
-    """Compare the declared tensors with the checkpoint's, names and shapes, before anything is read.
+    """Compare the declared tensors with the checkpoint's before any is read: names, shapes, dtypes.
 
     Raises: CheckpointError: a declared tensor is missing, has another shape or no floating-point
     numbers, or the checkpoint holds a tensor that nothing declares; each message names tensors.
@@ -56,19 +56,21 @@ def check_names(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
                 raise CheckpointError(
                     f"`{source}` should be {list(expected)} by the model's config, but "
                     f"{checkpoint.path} holds {list(found)}.",
-                    remedy="The config belongs to another checkpoint, or the file was converted wrongly.",
+                    remedy="The config belongs to another checkpoint, or the file was converted "
+                    "wrongly.",
                 )
             stored = checkpoint.dtype(source)
             if stored not in STORED_DTYPES:
                 raise CheckpointError(
-                    f"`{source}` in {checkpoint.path} should hold floating-point numbers of 16 bits "
-                    f"or more, but holds {str(stored).removeprefix('torch.')}.",
+                    f"`{source}` in {checkpoint.path} should hold floating-point numbers of 16 "
+                    f"bits or more, but holds {str(stored).removeprefix('torch.')}.",
                     remedy="Quantised safetensors are not supported: take the original checkpoint, "
                     "or a GGUF file of the model.",
                 )
     if missing:
         raise CheckpointError(
-            f"{checkpoint.path} lacks {len(missing)} tensors that the model needs: {_some(missing)}.",
+            f"{checkpoint.path} lacks {len(missing)} tensors that the model needs: "
+            f"{_some(missing)}.",
             remedy="The download is incomplete, or config.json describes another model.",
         )
     extras = [
@@ -78,7 +80,8 @@ def check_names(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
     ]
     if extras:
         raise CheckpointError(
-            f"{checkpoint.path} holds {len(extras)} tensors that the model doesn't use: {_some(extras)}.",
+            f"{checkpoint.path} holds {len(extras)} tensors that the model doesn't use: "
+            f"{_some(extras)}.",
             remedy="A spec that ignored them would answer wrongly: check the config's layer count, "
             "biases and `tie_word_embeddings`.",
         )
@@ -115,7 +118,7 @@ def load_weights(
                 if not bool(torch.isfinite(part).all()):
                     raise CheckpointError(
                         f"`{name}` in {checkpoint.path} holds NaN or infinite values as {dtype}.",
-                        remedy="Load it in a wider dtype (--dtype bfloat16), or fetch the file again.",
+                        remedy="Compile with a wider --dtype (bfloat16), or fetch the file again.",
                     )
             loaded[key] = arrange(parts, weight.interleave)
             on_bytes(loaded[key].nbytes)
