@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import treadle
+from tests.checkpoints import make_llama
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("ir", "kernels", "models", "runtime", "server", "bench")
@@ -133,6 +135,57 @@ def test_what_the_wheel_installs_runs(wheel: Path, run_python: RunPython, tmp_pa
         "-m", "treadle.cli", "--version", cwd=tmp_path, PYTHONPATH=str(tmp_path / "site")
     )
     assert (done.returncode, done.stdout) == (0, f"treadle {treadle.__version__}\n"), done.stderr
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give the `bin` of a new environment with the wheel, and this one's libraries behind it."""
+    venv = tmp_path_factory.mktemp("installed") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(venv / "bin/python"), "install", "-q"]
+    done = subprocess.run([*pip, "--no-deps", str(wheel)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (site,) = venv.glob("lib/python*/site-packages")
+    (site / "libraries.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    return venv / "bin"
+
+
+def run_installed(installed: Path, cwd: Path, *arguments: str) -> str:
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(installed / "treadle"), *arguments],
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_an_installed_wheel_shows_its_help_elsewhere(installed: Path, tmp_path: Path) -> None:
+    assert "treadle check-env" in run_installed(installed, tmp_path, "--help")
+
+
+def test_an_installed_wheel_compiles_elsewhere(installed: Path, tmp_path: Path) -> None:
+    make_llama(tmp_path / "model", num_layers=1)
+    # Kernels are emitted from templates, which must have come along.
+    sizes = ["--target", "interpret", "--max-rows", "2", "--max-step-tokens", "16"]
+    out = run_installed(installed, tmp_path, "compile", "model", "-o", "artifact", *sizes)
+    assert f"{installed}/treadle generate artifact" in out
+    assert list((tmp_path / "artifact/kernels").glob("*.py"))
+
+
+def test_an_installed_wheel_finds_the_tuned_tables(installed: Path, tmp_path: Path) -> None:
+    code = (
+        "from treadle.kernels import tuned; print(len(tuned.shipped_table('NVIDIA H200').choices))"
+    )
+    done = subprocess.run(
+        [str(installed / "python"), "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
 
 
 @pytest.mark.slow
