@@ -12,7 +12,7 @@ Nothing is sorted: the cut of top_k or top_p is found by bisection, each step on
 logits, from a guess close below it, until it lies between two neighbouring logits.
 
 Shapes (B sequences, V = VOCAB, R rows of the persistent batch):
-  logits        f32[B, V]: rows may be strided
+  logits        f32[B, V]: contiguous
   seq_rows      i32[B]: row of each sequence, -1 for padding
   sample_index  i32[B]: negative where no token is wanted
   temperature, top_p, min_p  f32[R]
@@ -164,7 +164,6 @@ def draw(
 
 # The step's inputs may be slices: their alignment must not select another compiled kernel.
 @triton.jit(
-    do_not_specialize=["logits_stride"],
     do_not_specialize_on_alignment=[
         "seq_rows_ptr",
         "sample_index_ptr",
@@ -190,7 +189,6 @@ def sample(
     length_ptr,
     last_token_ptr,
     tokens_ptr,
-    logits_stride,
     VOCAB: tl.constexpr,
     BLOCK_V: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -205,7 +203,7 @@ def sample(
         tl.store(tokens_ptr + seq, -1)
         return
 
-    row_ptr = logits_ptr + seq.to(tl.int64) * logits_stride
+    row_ptr = logits_ptr + seq.to(tl.int64) * VOCAB
     best = tl.full((BLOCK_V,), float("-inf"), tl.float32)  # [BLOCK_V]
     best_index = tl.zeros((BLOCK_V,), tl.int32)  # [BLOCK_V]
     has_nan = tl.zeros((BLOCK_V,), tl.int32)  # [BLOCK_V]
@@ -285,7 +283,6 @@ def launch(
         length,
         last_token,
         tokens,
-        logits.stride(0),
         **SHAPE,
         **SCHEDULE,
         **pdl,
