@@ -123,6 +123,7 @@ def interleave_gate_up(graph: Graph) -> Result:
 def fuse_rope_kv_write(graph: Graph) -> Result:
     """Join split, the ropes of q and k and the append of k and v into one kernel."""
     refusals: list[Refusal] = []
+    reason: str | None
     for write in [op for op in graph.ops if op.kind == "kv_write"]:
         rope_k, split = (graph.producers.get(name) for name in write.inputs[:2])
         if rope_k is None or split is None or rope_k.kind != "rope" or split.kind != "split":

@@ -147,7 +147,7 @@ def lower_linear(template: str, op: Op, types: Mapping[str, TensorType]) -> Fuse
         raise LoweringError(
             f"Template `{template}` is no matmul; those are {', '.join(sorted(TILES))}."
         )
-    body = op.body or (op,)
+    body = op.plain
     anchors = [inner for inner in body if inner.kind == "linear"]
     if len(anchors) != 1:
         raise LoweringError(
@@ -155,7 +155,8 @@ def lower_linear(template: str, op: Op, types: Mapping[str, TensorType]) -> Fuse
         )
     (linear,) = anchors
     before, after = body[: body.index(linear)], body[body.index(linear) + 1 :]
-    num_rows, num_inputs = (int(dim) for dim in types[linear.inputs[1]].shape)  # type: ignore[arg-type]
+    weight = types[linear.inputs[1]]
+    num_rows, num_inputs = weight.size(0), weight.size(1)
     names = read_template(template).identifiers
     chain = _Chain(template, TILES[template], names, types, num_rows, num_inputs, num_rows)
 
@@ -186,7 +187,7 @@ def lower_linear(template: str, op: Op, types: Mapping[str, TensorType]) -> Fuse
         chain.lines.append("y = acc")
     if chain.column == "feature" and not chain.tile.is_gluon:
         chain.lines.append("column = feature")
-    _check_rows(chain, op, types[linear.inputs[1]].dtype, types[op.outputs[0]].dtype)
+    _check_rows(chain, op, weight.dtype, types[op.outputs[0]].dtype)
 
     operands = tuple(kind for kind in OPERANDS if kind in chain.operands)
     return FusedLinear(

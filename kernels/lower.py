@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from treadle.ir import dims as d
 from treadle.ir import ops
 from treadle.ir.cost import op_cost
 from treadle.ir.errors import LoweringError
@@ -33,7 +34,7 @@ from treadle.kernels.schedule import (
 
 @dataclass(frozen=True)
 class Scratch:
-    """Ask for memory that outlives the kernel: `elements` of `dtype`, zero before the first launch."""
+    """Ask for memory that outlives the kernel: `elements` of `dtype`, zero at the first launch."""
 
     name: str
     dtype: str
@@ -105,22 +106,26 @@ class Situation:
 def lower(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
     """Yield the candidates for an op of a fused graph, the default first; at least one.
 
-    Raises: LoweringError: no template covers it; the message names what stands in the way.
+    Raises: LoweringError: no template covers it; names the op and what stands in the way.
     """
-    kinds = tuple(inner.kind for inner in op.body or (op,))
+    kinds = tuple(inner.kind for inner in op.plain)
     anchor = next((k for k in kinds if ops.lookup(k).role == "anchor"), kinds[-1])
     if anchor not in _LOWERINGS:
         raise LoweringError(
-            f"No template covers `{op.name}`, a {anchor}.",
+            f"No template covers `{op.name}`, of kind {anchor}.",
             remedy=f"Templates exist for {', '.join(sorted(_LOWERINGS))}.",
         )
     header = _header(op, graph)
-    found = False
+    seen = set()  # small sizes cut different schedules down to the same one
     for candidate in _LOWERINGS[anchor](op, graph, where):
-        found = True
-        yield replace(candidate, header=header)
-    if not found:
-        raise LoweringError(f"No schedule fits `{op.name}`, a {anchor}, in {dict(where.dims)}.")
+        way = (candidate.template, *candidate.schedule.items())
+        if way not in seen:
+            seen.add(way)
+            yield replace(candidate, header=header)
+    if not seen:
+        raise LoweringError(
+            f"No schedule fits `{op.name}`, of kind {anchor}, in {dict(where.dims)}."
+        )
 
 
 def _kernel_name(op: Op) -> str:
@@ -135,12 +140,11 @@ def _plain(name: str) -> str:
 
 def _header(op: Op, graph: Graph) -> Header:
     covers = []
-    for inner in op.body or (op,):
+    for inner in op.plain:
         results = ", ".join(f"{_plain(n)}: {graph.types[n]}" for n in inner.outputs)
         params = ops.describe(inner.params)
-        call = (
-            f"{inner.kind}({', '.join(map(_plain, inner.inputs))}{'; ' if params else ''}{params})"
-        )
+        operands = ", ".join(map(_plain, inner.inputs)) + (f"; {params}" if params else "")
+        call = f"{inner.kind}({operands})"
         covers.append(f"{results} = {call}" if results else call)
     return Header(_summary(op), tuple(covers), _cost_facts(op, graph))
 
@@ -148,7 +152,7 @@ def _header(op: Op, graph: Graph) -> Header:
 def _summary(op: Op) -> str:
     first = [
         ops.lookup(inner.kind).doc.partition("\n")[0].removesuffix(".")
-        for inner in op.body or (op,)
+        for inner in op.plain
         if ops.lookup(inner.kind).role != "view"
     ]
     joined = "; then ".join(dict.fromkeys(first))
@@ -166,7 +170,7 @@ def _cost_facts(op: Op, graph: Graph) -> tuple[str, ...]:
         f"Must move {fixed[1]:,} bytes and {each[1] - fixed[1]:,} per token; must compute "
         f"{each[0] - fixed[0]:,} operations per token.",
     )
-    if any(inner.kind == "attention" for inner in op.body or (op,)):
+    if any(inner.kind == "attention" for inner in op.plain):
         return (
             *facts,
             "Keys and values come on top: their bytes and operations per context token.",
@@ -178,28 +182,26 @@ def _cost_facts(op: Op, graph: Graph) -> tuple[str, ...]:
 
 
 def _lower_linear(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
-    body = op.body or (op,)
-    linear = next(inner for inner in body if inner.kind == "linear")
+    linear = next(inner for inner in op.plain if inner.kind == "linear")
     weight = graph.type_of(linear.inputs[1])
-    leading = graph.type_of(linear.inputs[0]).shape[0]
-    size = leading.name if not isinstance(leading, int) else ""
-    has_norm = any(inner.kind == "rms_norm" for inner in body)
-    glu = next((inner for inner in body if inner.kind == "glu"), None)
+    size = _leading(graph, op, linear.inputs[0])
+    glu = next((inner for inner in op.plain if inner.kind == "glu"), None)
     sizes = Sizes(
         rows=where.dims[size],
-        num_features=int(weight.shape[0]),  # type: ignore[arg-type]
-        num_inputs=int(weight.shape[1]),  # type: ignore[arg-type]
+        num_features=weight.size(0),
+        num_inputs=weight.size(1),
         feature_multiple=2 * glu.params.interleave if glu else 1,
         element_bytes=DTYPE_BYTES[weight.dtype],
         wide_out=DTYPE_BYTES[graph.type_of(op.outputs[0]).dtype] > DTYPE_BYTES[weight.dtype],
     )
-    lowered: dict[str, FusedLinear] = {}
+    # A template may lack the place for a norm, or need rows of whole 16 bytes: others take the op.
+    lowered: dict[str, FusedLinear | LoweringError] = {}
     for template, schedule in matmul_choices(sizes, where.target, where.architecture):
-        if has_norm and template != "gemv":
-            continue
         if template not in lowered:
-            lowered[template] = lower_linear(template, op, graph.types)
+            lowered[template] = _fit_linear(template, op, graph)
         fused = lowered[template]
+        if isinstance(fused, LoweringError):
+            continue
         scratch = _split_scratch(sizes, schedule) if "SPLIT_K" in schedule else ()
         yield Candidate(
             name=_kernel_name(op),
@@ -216,6 +218,21 @@ def _lower_linear(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]
             hooks=fused.hooks,
             operands=fused.operands,
         )
+    refusals = [each for each in lowered.values() if isinstance(each, LoweringError)]
+    if lowered and len(refusals) == len(lowered):
+        raise LoweringError(
+            f"No template fits `{op.name}` in a step of {sizes.rows} rows. "
+            + " ".join(refusal.message for refusal in refusals),
+            remedy=" ".join(dict.fromkeys(refusal.remedy for refusal in refusals)),
+        )
+
+
+def _fit_linear(template: str, op: Op, graph: Graph) -> FusedLinear | LoweringError:
+    """Give what the template makes of the op, or why it can't."""
+    try:
+        return lower_linear(template, op, graph.types)
+    except LoweringError as refusal:
+        return refusal
 
 
 def _split_scratch(sizes: Sizes, schedule: Schedule) -> tuple[Scratch, Scratch]:
@@ -236,7 +253,7 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
         "NUM_HEADS": params.num_heads,
         "NUM_KV_HEADS": params.num_kv_heads,
         "HEAD_DIM": params.head_dim,
-        "PAGE_SIZE": _page_size(graph, cache),
+        "PAGE_SIZE": graph.type_of(cache).size(2),
         "SCALE": params.scale,
     }
     shared = {
@@ -264,10 +281,6 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
         yield Candidate("attention_decode", "attention_decode", shape, schedule, arguments, scratch)
 
 
-def _page_size(graph: Graph, cache: str) -> int:
-    return int(graph.type_of(cache).shape[2])  # type: ignore[arg-type]
-
-
 def _values(parameters: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     return {p: f"value:{name}" for p, name in zip(parameters, names, strict=True)}
 
@@ -284,11 +297,26 @@ def _lower_kv_write(op: Op, graph: Graph, where: Situation) -> Iterator[Candidat
     kinds = [inner.kind for inner in op.body]
     if kinds != ["split", "rope", "rope", "kv_write"]:
         raise LoweringError(
-            f"`{op.name}`: the append of k and v is only emitted together with the ropes of q and k "
-            f"that share one projection; found {', '.join(kinds) or op.kind} alone.",
+            f"`{op.name}`: the append of k and v is emitted only together with the ropes of q and "
+            f"k that share one projection; found {', '.join(kinds) or op.kind} alone.",
             remedy="Declare q, k and v as one weight and rope q and k.",
         )
-    split, rope_q, _, write = op.body
+    split, *ropes, write = op.body
+    parts, roped = split.outputs, {rope.inputs[0]: rope for rope in ropes}
+    if {*parts[:2]} != {*roped} or write.inputs[:2] != (roped[parts[1]].outputs[0], *parts[2:]):
+        raise LoweringError(
+            f"`{op.name}`: the projection should be split into q, k and v, in this order; found "
+            f"{', '.join(parts)}, of which {', '.join(roped)} are roped and k and v are "
+            f"{', '.join(write.inputs[:2])}.",
+            remedy="Split the projection as q, k, v and rope the first two.",
+        )
+    rope_q, rope_k = roped[parts[0]], roped[parts[1]]
+    if (rope_q.params, rope_q.inputs[1:]) != (rope_k.params, rope_k.inputs[1:]):
+        raise LoweringError(
+            f"`{op.name}`: q and k should be roped alike; found {rope_q.inputs[1:]} and "
+            f"{rope_k.inputs[1:]}.",
+            remedy="One kernel ropes both: give them one table and one head size.",
+        )
     _, positions, table = rope_q.inputs
     _, _, _, token_seq, seq_rows, block_table, cache = write.inputs
     head_dim = rope_q.params.head_dim
@@ -296,14 +324,15 @@ def _lower_kv_write(op: Op, graph: Graph, where: Situation) -> Iterator[Candidat
         "NUM_HEADS": split.params.sizes[0] // head_dim,
         "NUM_KV_HEADS": split.params.sizes[1] // head_dim,
         "HEAD_DIM": head_dim,
-        "ROTARY_DIM": int(graph.type_of(table).shape[1]),  # type: ignore[arg-type]
-        "PAGE_SIZE": _page_size(graph, cache),
+        "ROTARY_DIM": graph.type_of(table).size(1),
+        "PAGE_SIZE": graph.type_of(cache).size(2),
     }
     arguments = {
         **_values(
-            ("qkv", "positions", "cos_sin", "token_seq", "seq_rows", "block_table", "q"),
-            (split.inputs[0], positions, table, token_seq, seq_rows, block_table, op.outputs[0]),
+            ("qkv", "positions", "cos_sin", "token_seq", "seq_rows", "block_table"),
+            (split.inputs[0], positions, table, token_seq, seq_rows, block_table),
         ),
+        "q": f"value:{rope_q.outputs[0]}",
         **_cache(cache),
         "num_tokens": "size:T",
     }
@@ -312,11 +341,10 @@ def _lower_kv_write(op: Op, graph: Graph, where: Situation) -> Iterator[Candidat
 
 
 def _lower_norm(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
-    body = op.body or (op,)
-    norm = body[-1]
-    gather = body[0] if body[0].kind == "gather_rows" else None
+    norm = op.plain[-1]
+    gather = op.plain[0] if op.plain[0].kind == "gather_rows" else None
     x = gather.inputs[0] if gather else norm.inputs[0]
-    hidden = int(graph.type_of(x).shape[-1])  # type: ignore[arg-type]
+    hidden = graph.type_of(x).size(-1)
     shape: dict[str, Fact] = {
         "HIDDEN": hidden,
         "EPS": norm.params.eps,
@@ -329,17 +357,21 @@ def _lower_norm(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
         "index": f"value:{gather.inputs[1]}" if gather else "none:",
         "residual": "none:",
         "stream": "none:",
-        "num_rows": f"size:{_leading(graph, op.outputs[0])}",
+        "num_rows": f"size:{_leading(graph, op, op.outputs[0])}",
     }
     for schedule in norm_schedules(hidden, where.target):
         yield Candidate(_kernel_name(op), "norm", shape, schedule, arguments)
 
 
-def _leading(graph: Graph, name: str) -> str:
+def _leading(graph: Graph, op: Op, name: str) -> str:
+    """Name the size that decides the rows of an operand or result: T or B."""
     dim = graph.type_of(name).shape[0]
-    if isinstance(dim, int):
-        raise LoweringError(f"`{name}` has a fixed number of rows, {dim}; expected T or B.")
-    return dim.name
+    if dim not in (d.T, d.B):
+        raise LoweringError(
+            f"`{op.name}`: `{name}` should have a row per token or sequence of the step; it is "
+            f"{graph.type_of(name)}."
+        )
+    return str(dim)
 
 
 def _plain_arguments(op: Op, results: Sequence[str], **sizes: str) -> dict[str, str]:
@@ -350,7 +382,7 @@ def _plain_arguments(op: Op, results: Sequence[str], **sizes: str) -> dict[str, 
 
 
 def _lower_embed(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
-    hidden = int(graph.type_of(op.inputs[1]).shape[1])  # type: ignore[arg-type]
+    hidden = graph.type_of(op.inputs[1]).size(1)
     shape: dict[str, Fact] = {"HIDDEN": hidden, "SCALE": op.params.scale}
     arguments = _plain_arguments(op, ("y",), num_tokens="T")
     for schedule in embed_schedules(hidden, where.target):
@@ -358,7 +390,7 @@ def _lower_embed(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
 
 
 def _lower_sample(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
-    vocab = int(graph.type_of(op.inputs[0]).shape[1])  # type: ignore[arg-type]
+    vocab = graph.type_of(op.inputs[0]).size(1)
     arguments = _plain_arguments(op, ("tokens",), num_seqs="B")
     for schedule in sample_schedules(vocab, where.target):
         yield Candidate("sample", "sample", {"VOCAB": vocab}, schedule, arguments)

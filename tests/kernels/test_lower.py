@@ -1,0 +1,270 @@
+"""Lowering: every op of the fused graphs gets kernels that can be launched, or a reason why not."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from tests.ir.toy import CONFIG
+from treadle.ir.errors import LoweringError
+from treadle.ir.graph import Graph, Op
+from treadle.ir.pipeline import run_passes
+from treadle.ir.text import parse_graph
+from treadle.kernels.lower import Candidate, Situation, lower
+from treadle.models.config import from_hf
+from treadle.models.registry import build_graph
+
+# Form of graph: the step it plays, whether norms are folded, and the buckets it is lowered for.
+FORMS: dict[str, tuple[str, bool, tuple[int, ...]]] = {
+    "decode.few": ("decode", True, (1, 4)),
+    "decode": ("decode", False, (8, 64, 256)),
+    "mixed": ("mixed", False, (16, 512, 2048)),
+}
+# Target and architecture, and what the compute dtype of a model there is.
+TARGETS = {
+    "sm_90": ("cuda", "sm_90", "bf16"),
+    "sm_80": ("cuda", "sm_80", "bf16"),
+    "interpret": ("interpret", "", "f32"),
+}
+CONFIGS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "three layers": {"num_hidden_layers": 3},
+    "biased": {"attention_bias": True, "mlp_bias": True},
+    "odd sizes": {
+        "hidden_size": 72,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "intermediate_size": 132,
+    },
+}
+
+
+@cache
+def fused_graph(form: str, config: str, dtype: str) -> Graph:
+    step, few_tokens, _ = FORMS[form]
+    described = from_hf({**CONFIG, "num_hidden_layers": 1, **CONFIGS[config]})
+    graph = build_graph(described, step=step, dtype=dtype, page_size=16)
+    return run_passes(graph, few_tokens=few_tokens)[0]
+
+
+def situation(step: str, target: str, architecture: str, bucket: int) -> Situation:
+    num_seqs = bucket if step == "decode" else min(bucket, 16)
+    dims = {"T": bucket, "B": num_seqs, "R": 256, "M": 64, "P": 512, "C": 1024}
+    return Situation(dims, step, target, architecture)
+
+
+def lowered(
+    form: str, target: str, config: str = "plain"
+) -> Iterator[tuple[Op, Graph, list[Candidate]]]:
+    """Yield each op of the form's graph with its candidates, once per bucket."""
+    kind, architecture, dtype = TARGETS[target]
+    step, _, buckets = FORMS[form]
+    graph = fused_graph(form, config, dtype)
+    for bucket in buckets:
+        where = situation(step, kind, architecture, bucket)
+        for op in graph.ops:
+            yield op, graph, list(lower(op, graph, where))
+
+
+def launch_parameters(text: str) -> list[str]:
+    """Read the parameters of a module's `launch`, in order."""
+    functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    (launch,) = [function for function in functions if function.name == "launch"]
+    return [argument.arg for argument in launch.args.args]
+
+
+def refusal(text: str, bucket: int = 8) -> str:
+    """Lower the last op of a graph that is given as text, and give the error's message."""
+    graph = parse_graph(text)
+    with pytest.raises(LoweringError) as caught:
+        list(lower(graph.ops[-1], graph, situation("mixed", "cuda", "sm_90", bucket)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_launch_arguments_of_a_candidate_are_the_parameters_of_its_module(
+    form: str, target: str, config: str
+) -> None:
+    seen: set[str] = set()
+    for op, _, candidates in lowered(form, target, config):
+        for candidate in candidates:
+            text = candidate.emit()
+            if text in seen:
+                continue
+            seen.add(text)
+            parameters = launch_parameters(text)
+            assert set(candidate.arguments) == set(parameters), (op.name, candidate.template)
+            # Programs bind tensors once and append the sizes at every launch.
+            is_size = [candidate.arguments[name].startswith("size:") for name in parameters]
+            assert is_size == sorted(is_size), (op.name, candidate.template)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_argument_names_something_that_a_step_has(form: str, target: str) -> None:
+    for op, graph, candidates in lowered(form, target):
+        for candidate in candidates:
+            scratch = {each.name for each in candidate.scratch}
+            for argument in candidate.arguments.values():
+                kind, _, name = argument.partition(":")
+                known = {
+                    "value": name in {*op.inputs, *op.outputs},
+                    "keys": name in op.inputs and graph.types[name].layout == "kv",
+                    "values": name in op.inputs and graph.types[name].layout == "kv",
+                    "scratch": name in scratch,
+                    "size": name in ("T", "B"),
+                    "none": name == "",
+                }
+                assert known[kind], (op.name, candidate.template, argument)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_operand_and_result_of_an_op_is_an_argument(form: str, target: str) -> None:
+    for op, _, candidates in lowered(form, target):
+        for candidate in candidates:
+            passed = {argument.partition(":")[2] for argument in candidate.arguments.values()}
+            left_out = {*op.inputs, *op.outputs} - passed
+            # In a decode step sequence b is token b: its attention doesn't ask where they start.
+            if candidate.template == "attention_decode":
+                left_out.remove("advance.query_start")
+            assert not left_out, (op.name, candidate.template)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("form", FORMS)
+def test_no_candidate_is_offered_twice(form: str, target: str) -> None:
+    for op, _, candidates in lowered(form, target):
+        ways = [(each.template, tuple(sorted(each.schedule.items()))) for each in candidates]
+        assert len(set(ways)) == len(ways), op.name
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_layers_of_a_model_share_their_kernels(form: str, target: str) -> None:
+    # The first layer is another matter: its text says that it reads the embedding.
+    texts: dict[int, set[str]] = {1: set(), 2: set()}
+    for op, _, candidates in lowered(form, target, "three layers"):
+        for layer, found in texts.items():
+            if op.name.startswith((f"layers.{layer}.", f"kv_write.kv.{layer}")):
+                found.add(candidates[0].emit())
+    assert texts[1] == texts[2] != set()
+
+
+def test_an_interpreted_step_has_one_candidate_per_op() -> None:
+    for form in FORMS:
+        for op, _, candidates in lowered(form, "interpret"):
+            assert len(candidates) == 1, op.name
+
+
+def test_few_tokens_are_multiplied_without_tensor_cores_by_default() -> None:
+    for op, _, candidates in lowered("decode.few", "sm_90"):
+        if any(inner.kind == "linear" for inner in op.plain):
+            assert candidates[0].template == "gemv"
+
+
+def test_a_kind_without_a_template_is_refused_by_name() -> None:
+    message = refusal(
+        """graph odd {
+          input x: f32[T, 16]
+          input y: f32[T, 16]
+          total: f32[T, 16] = add(x, y)
+          return total
+        }"""
+    )
+    assert "`total`, of kind add" in message and "Templates exist for" in message
+
+
+def test_a_norm_folded_into_a_linear_is_refused_for_many_tokens() -> None:
+    graph = fused_graph("decode.few", "plain", "bf16")
+    op = next(op for op in graph.ops if op.plain[0].kind == "rms_norm")
+    assert list(lower(op, graph, situation("decode", "cuda", "sm_90", 4)))
+    with pytest.raises(LoweringError, match=rf"No template fits `{op.name}`.*64 rows.*prologue"):
+        list(lower(op, graph, situation("decode", "cuda", "sm_90", 64)))
+
+
+def test_rows_that_a_bulk_copy_cannot_move_leave_the_templates_that_load_by_pointer() -> None:
+    graph = fused_graph("mixed", "odd sizes", "bf16")
+    op = next(op for op in graph.ops if op.body and op.params.kernel == "linear__glu")
+    candidates = list(lower(op, graph, situation("mixed", "cuda", "sm_90", 512)))
+    templates = {candidate.template for candidate in candidates}
+    # Its 132 results are 264 bytes: not whole pieces of 16.
+    assert "matmul_gluon" not in templates and "matmul" in templates
+
+
+def test_rows_that_no_step_decides_are_refused_with_their_type() -> None:
+    message = refusal(
+        """graph odd {
+          input x: f32[4, 16]
+          weight @w: f32[8, 16] = load({'w': 8})
+          y: f32[4, 8] = linear(x, @w; out_dtype='')
+          return y
+        }"""
+    )
+    assert "`y`" in message and "`x`" in message and "f32[4, 16]" in message
+
+
+APPEND = """graph odd {{
+  input qkv: f32[T, 64]
+  input positions: i32[T]
+  input token_seq: i32[T]
+  input seq_rows: i32[B]
+  input block_table: i32[R, M]
+  input kv.0: kv.f32[P, 1, 16, 16]
+  weight @rope: f32[C, 16] = rope_table([1.0], scale=1.0)
+  weight @other: f32[C, 16] = rope_table([0.5], scale=1.0)
+  q_rope: f32[T, 32] = fused rope__kv_write(qkv, positions, @rope, {extra}token_seq, seq_rows, \
+block_table, kv.0) {{
+    q: f32[T, 32], k: f32[T, 16], v: f32[T, 16] = split(qkv; sizes=(32, 16, 16))
+    q_rope: f32[T, 32] = rope(q, positions, @rope; head_dim=16)
+    k_rope: f32[T, 16] = rope({roped}, positions, {table}; head_dim=16)
+    kv_write({written}, v, positions, token_seq, seq_rows, block_table, kv.0)
+  }}
+  return q_rope
+}}"""
+FITTING = {"extra": "", "roped": "k", "table": "@rope", "written": "k_rope"}
+
+
+def test_the_append_of_a_split_projection_is_one_kernel() -> None:
+    graph = parse_graph(APPEND.format(**FITTING))
+    (candidate, *_) = lower(graph.ops[-1], graph, situation("mixed", "cuda", "sm_90", 8))
+    assert candidate.template == "rope_kv_write"
+    assert (candidate.shape["NUM_HEADS"], candidate.shape["NUM_KV_HEADS"]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"extra": "@other, ", "table": "@other"}, "roped alike"),
+        ({"roped": "v"}, "split into q, k and v"),
+        ({"written": "k"}, "split into q, k and v"),
+    ],
+)
+def test_an_append_that_the_kernel_would_get_wrong_is_refused(
+    changes: dict[str, str], reason: str
+) -> None:
+    message = refusal(APPEND.format(**{**FITTING, **changes}))
+    assert "`q_rope`" in message and reason in message
+
+
+def test_an_append_without_ropes_is_refused_by_name() -> None:
+    message = refusal(
+        """graph odd {
+          input k: f32[T, 16]
+          input v: f32[T, 16]
+          input positions: i32[T]
+          input token_seq: i32[T]
+          input seq_rows: i32[B]
+          input block_table: i32[R, M]
+          input kv.0: kv.f32[P, 1, 16, 16]
+          kv_write(k, v, positions, token_seq, seq_rows, block_table, kv.0)
+          return k
+        }"""
+    )
+    assert "`kv_write.kv.0`" in message and "found kv_write alone" in message
