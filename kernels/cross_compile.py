@@ -34,19 +34,10 @@ import treadle
 from treadle.ir import knobs
 from treadle.ir.errors import KernelError, MachineError
 from treadle.ir.types import parse_type
+from treadle.kernels.dtypes import TORCH_DTYPES
 from treadle.kernels.load import load_module
 
 Argument = str | int | None
-
-TORCH_DTYPES = {
-    "f32": torch.float32,
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "i64": torch.int64,
-    "i32": torch.int32,
-    "i8": torch.int8,
-    "u8": torch.uint8,
-}
 
 
 @dataclass(frozen=True)

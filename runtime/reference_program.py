@@ -16,8 +16,8 @@ from treadle.ir.dims import bind
 from treadle.ir.graph import Graph, Op, walk
 from treadle.ir.ops import lookup
 from treadle.kernels import reference
+from treadle.kernels.dtypes import TORCH_DTYPES
 from treadle.runtime.state import DeviceState
-from treadle.runtime.weights import TORCH_DTYPES
 
 Environment = dict[str, torch.Tensor]
 

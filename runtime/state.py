@@ -14,8 +14,8 @@ from treadle.ir.builder import ROW_STATE, STEP_INPUTS
 from treadle.ir.dims import B
 from treadle.ir.graph import Graph, Value
 from treadle.ir.types import TensorType
+from treadle.kernels.dtypes import TORCH_DTYPES
 from treadle.runtime.config import EngineConfig
-from treadle.runtime.weights import TORCH_DTYPES
 
 # What the host writes for a step; all i32, so that one copy of one packed buffer brings all.
 PACKED_INPUTS: dict[str, TensorType] = {"seq_rows": TensorType((B,), "i32"), **STEP_INPUTS}

@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 
 from treadle.ir.graph import Graph, Weight
+from treadle.kernels.dtypes import TORCH_DTYPES
 from treadle.runtime import planner
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.state import DeviceState, allocate_state, cache_values
 from treadle.runtime.triton_program import GraphedProgram, TritonProgram, Workspace
-from treadle.runtime.weights import TORCH_DTYPES, rope_table
+from treadle.runtime.weights import rope_table
 
 
 @dataclass(frozen=True)

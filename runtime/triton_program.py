@@ -15,10 +15,10 @@ import torch
 
 from treadle.ir.errors import ArtifactError, KernelError
 from treadle.ir.graph import Graph
+from treadle.kernels.dtypes import TORCH_DTYPES
 from treadle.kernels.load import load_module
 from treadle.runtime.planner import Plan, ProgramPlan
 from treadle.runtime.state import DeviceState
-from treadle.runtime.weights import TORCH_DTYPES
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM
 from treadle.ir import ops
 from treadle.ir.graph import Graph, Op
 from treadle.kernels import reference
+from treadle.kernels.dtypes import TORCH_DTYPES
 from treadle.runtime.checkpoint import Checkpoint
 from treadle.runtime.loading import LoadedArtifact
 from treadle.runtime.reference_program import ReferenceProgram
 from treadle.runtime.state import PACKED_INPUTS, DeviceState
 from treadle.runtime.triton_program import TritonProgram
-from treadle.runtime.weights import TORCH_DTYPES
 
 # Relative error of a result's norm that its compute dtype explains: a few rounding steps.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 1e-2}

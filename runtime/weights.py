@@ -13,17 +13,8 @@ import torch
 
 from treadle.ir.errors import CheckpointError
 from treadle.ir.graph import RopeTable, Weight
+from treadle.kernels.dtypes import TORCH_DTYPES
 from treadle.runtime.checkpoint import Checkpoint
-
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "f32": torch.float32,
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "i32": torch.int32,
-    "i64": torch.int64,
-    "i8": torch.int8,
-    "u8": torch.uint8,
-}
 
 # What a weight may be stored in. Others are the codes of quantised values: cast without the scales
 # that belong to them, they would be nonsense.
