@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 SHAPE = dict(VOCAB=49152)
-SCHEDULE = dict(BLOCK_V=4096, USE_PDL=False, num_warps=8, num_stages=1)
+SCHEDULE = dict(BLOCK_V=8192, USE_PDL=False, num_warps=16, num_stages=1)
 
 
 @triton.jit
