@@ -441,7 +441,7 @@ def check_env_command() -> None:
 @command("demo", "server.demo:run_demo")
 @click.option(
     "--prompt",
-    default="Explain in two sentences why the sky is blue.",
+    default="Who was Ada Lovelace? Answer in two sentences.",
     metavar="TEXT",
     help="What to ask.",
     show_default=True,
