@@ -7,6 +7,7 @@ graphs. Called by `compile`, the tuner and tests, also as a program (see `main`)
 
 from __future__ import annotations
 
+import ctypes.util
 import json
 import multiprocessing
 import os
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia_driver
 from triton.compiler import CompiledKernel
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
@@ -192,10 +194,22 @@ def _compile_call(path: Path, call: Call) -> Resources:
     except Exception as error:
         # Triton raises many kinds, its own and LLVM's; they all mean an illegal kernel.
         raise KernelError(f"Kernel `{name}` in `{path}` does not compile: {error}") from error
+    _build_launcher(kernel)
     registers, spill_bytes = _usage(kernel)
     return Resources(
         name, registers, spill_bytes, kernel.metadata.shared, time.perf_counter() - started
     )
+
+
+def _build_launcher(kernel: CompiledKernel) -> None:
+    """Build the C launcher that Triton before 3.7 makes for each signature at its first launch.
+
+    It needs the CUDA driver's library, so without one it is left to the machine that will serve.
+    """
+    if not hasattr(nvidia_driver, "make_launcher") or "cubin" not in kernel.asm:
+        return
+    if ctypes.util.find_library("cuda") is not None:
+        nvidia_driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
 def _usage(kernel: CompiledKernel) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 Schedule = dict[str, int | bool]
 
 NUM_MULTIPROCESSORS = 132  # of an H100 or H200; a guess elsewhere
-GEMV_ROWS = 4  # beyond it tensor cores win
+GEMV_ROWS = 1  # beyond it tensor cores win: at 2 rows by 5 %, at 4 by 30 % of an 8B step
 SKINNY_ROWS = 256  # beyond it the tokens are the left operand
 
 
@@ -183,12 +183,16 @@ _GLUON_TILES = [
     (64, 128, 6, 8, False),
     (128, 128, 3, 8, False),
 ]
+# Of a gated matmul only half of the tile is stored, which leaves room for one more stage.
+_GLUON_TILES_GATED = [(64, 256, 4, 8, False), (128, 128, 6, 8, True)]
 _GLUON_TILES_FEW_ROWS = [(64, 128, 6, 8, False), (64, 64, 8, 8, False)]
 
 
 def _matmul_gluon(sizes: Sizes) -> Iterator[Schedule]:
     """Specialised warps: two groups of consumers share a tile, or take turns (ping-pong)."""
     tiles = [*_GLUON_TILES]
+    if sizes.feature_multiple > 1:
+        tiles += _GLUON_TILES_GATED
     if sizes.rows <= 512:
         tiles = [*_GLUON_TILES_FEW_ROWS, *tiles]
     for block_m, block_n, stages, group_m, ping_pong in dict.fromkeys(tiles):
@@ -235,9 +239,9 @@ def attention_decode_schedules(
     longest = power_of_two(-(-dims["C"] // 128))
     splits = max(1, min(power_of_two(4 * NUM_MULTIPROCESSORS // programs), longest, 64))
     if programs <= NUM_MULTIPROCESSORS // 4:
-        shapes = [(64, 4, 3), (32, 1, 5), (64, 2, 5), (32, 2, 5), (32, 4, 3)]
+        shapes = [(64, 4, 3), (32, 1, 5), (64, 2, 3), (32, 2, 5), (32, 4, 3)]
     else:
-        shapes = [(64, 4, 3), (64, 4, 5), (64, 2, 5), (128, 4, 3), (64, 8, 3), (32, 2, 7)]
+        shapes = [(64, 4, 3), (64, 4, 2), (64, 2, 3), (128, 4, 3), (64, 8, 3), (32, 2, 7)]
     for index, (block_tokens, warps, stages) in enumerate(shapes):
         several = [splits, splits * 2, max(1, splits // 2)] if index < 3 else [splits]
         for number in dict.fromkeys(several):
@@ -265,7 +269,7 @@ def attention_prefill_schedules(
     if target == "interpret":
         yield _attention_prefill(64, 64, 4, 1, pack_heads=True)
         return
-    shapes = [(128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 4, 3), (64, 32, 4, 4)]
+    shapes = [(64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 4), (64, 32, 4, 3), (64, 64, 4, 2)]
     if dims["T"] <= 64:
         shapes = [(64, 64, 4, 3), (16, 64, 4, 3), (32, 64, 4, 3)]
     for block_rows, block_tokens, warps, stages in shapes:

@@ -1,11 +1,14 @@
 """Planned launches → compile jobs, and the binaries that an artifact carries.
 
-Called by the compiler and the tuner. Needs no GPU: the jobs say types, not tensors.
+Called by the compiler, the tuner and the loader. Needs no GPU: the jobs say types, not tensors.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -90,3 +93,34 @@ def compile_binaries(
             )
         report(f"compiling kernels ({number} of {len(jobs)})")
         yield outcome
+
+
+def install_binaries(artifact: Path, key: str) -> Path:
+    """Copy an artifact's binaries into the user's cache and give that Triton cache folder.
+
+    Triton notes absolute paths in its cache and adds launchers to it, so it can neither run from an
+    artifact that was moved nor leave one unchanged. `key` names the artifact's content; what is
+    there already is used again.
+    """
+    folder = knobs.cache_dir() / BINARIES / key
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{key[:16]}.", dir=folder.parent))
+    try:
+        shutil.copytree(artifact / BINARIES, temporary, dirs_exist_ok=True)
+        for group in temporary.rglob("__grp__*.json"):
+            data = json.loads(group.read_text())
+            home = folder / group.parent.relative_to(temporary)
+            data["child_paths"] = {
+                name: str(home / Path(path).name) for name, path in data["child_paths"].items()
+            }
+            group.write_text(json.dumps(data))
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was first, with the same content
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder

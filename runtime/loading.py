@@ -20,7 +20,7 @@ from treadle.ir.graph import Graph
 from treadle.ir.text import parse_graph
 from treadle.runtime import machine
 from treadle.runtime.artifact import TOKENIZER, Artifact, open_artifact
-from treadle.runtime.binaries import BINARIES
+from treadle.runtime.binaries import install_binaries
 from treadle.runtime.checkpoint import Checkpoint, open_checkpoint
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.engine import LoadedModel
@@ -147,7 +147,7 @@ def load_artifact(
     else:
         begin("loading kernels")
         if config.target == "cuda":
-            knobs.use_triton_cache(artifact.path / BINARIES)
+            knobs.use_triton_cache(install_binaries(artifact.path, artifact.manifest.key))
         workspace = allocate_workspace(plan, device)
         workspace_bytes = workspace.num_bytes
         for each in plan.programs:
@@ -189,6 +189,8 @@ def load_model(
     if config.target == "cuda":
         timer.begin("capturing CUDA graphs")
         by_step["decode"] = dict(capture_decode(loaded.programs))
+        timer.begin("warming up")
+        _warm_up(loaded)
     num_pages = state.dims["P"]
     scheduler = Scheduler(
         PagePool(num_pages, config.page_size, prefix_cache=options.prefix_cache),
@@ -223,6 +225,19 @@ def load_model(
         summary=summary,
         count_jit_compiles=count_compiles(),
     )
+
+
+def _warm_up(loaded: LoadedArtifact) -> None:
+    """Launch every kernel of the mixed programs once, for one token of a padding sequence.
+
+    Decode programs were launched when they were captured. After this nothing is loaded, built or
+    compiled while serving.
+    """
+    loaded.state.tensors["seq_rows"].fill_(-1)
+    for (step, _), program in loaded.programs.items():
+        if step == "mixed":
+            program.run(1, 1)
+    torch.cuda.synchronize()
 
 
 def _load_tokenizer(loaded: LoadedArtifact) -> Tokenizer:

@@ -14,12 +14,13 @@ from treadle.ir.graph import Graph, Op
 from treadle.ir.pipeline import run_passes
 from treadle.ir.text import parse_graph
 from treadle.kernels.lower import Candidate, Situation, lower
+from treadle.kernels.schedule import GEMV_ROWS
 from treadle.models.config import from_hf
 from treadle.models.registry import build_graph
 
 # Form of graph: the step it plays, whether norms are folded, and the buckets it is lowered for.
 FORMS: dict[str, tuple[str, bool, tuple[int, ...]]] = {
-    "decode.few": ("decode", True, (1, 4)),
+    "decode.few": ("decode", True, (GEMV_ROWS,)),
     "decode": ("decode", False, (8, 64, 256)),
     "mixed": ("mixed", False, (16, 512, 2048)),
 }
