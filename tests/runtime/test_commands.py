@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import signal
+import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ import pytest
 from tests.checkpoints import EOS, ScriptedModel, make_script
 from treadle import cli
 
+ROOT = Path(__file__).resolve().parents[2]
 SIZES = ["--page-size", "16", "--max-rows", "4", "--max-step-tokens", "64", "--target", "reference"]
 
 
@@ -289,3 +294,33 @@ def test_serve_refuses_two_sizes_of_the_cache(
 ) -> None:
     assert cli.run(["serve", artifact, "--kv-memory", "1MiB", "--num-pages", "8"]) == 2
     assert "--num-pages" in capsys.readouterr().err
+
+
+def test_serve_says_where_it_listens_and_ends_with_zero(artifact: str) -> None:
+    # As an operator runs it: a process of its own, a free port, SIGTERM at the end.
+    command = [sys.executable, str(ROOT / "cli.py"), "serve", artifact, "--port", "0"]
+    child = subprocess.Popen(
+        [*command, "--num-pages", "32"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert child.stdout is not None
+    try:
+        lines: list[str] = []
+        for line in child.stdout:
+            lines.append(line)
+            if line.startswith("ready "):
+                break
+        found = re.search(r"^listening at (http://127\.0\.0\.1:\d+);", lines[0])
+        assert found, lines
+        assert any("32 pages" in line for line in lines)
+        with urllib.request.urlopen(f"{found[1]}/v1/models") as answer:
+            assert json.load(answer)["data"][0]["max_model_len"] == 128
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(timeout=60) == 0
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
