@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -120,7 +121,10 @@ def build_engine(
     found = machine.look()
     chosen = shipped_table(found.gpu) if table is None else table
     plan = planner.plan_programs(
-        graphs, engine, architecture=found.architecture, choose=chosen.choose
+        graphs,
+        engine,
+        architecture=found.architecture,
+        choose=partial(chosen.choose, on_stale=print),
     )
     folder = Path(tempfile.mkdtemp(prefix="treadle-bench-"))
     plan.write(folder)

@@ -1,13 +1,12 @@
 """Benchmark rows: one form for all benchmarks, with conditions, written atomically.
 
 Every row holds bench, case, value, unit, better, goal, floor, peers and conditions. Called by the
-benchmarks of this folder and by `goals.py`.
+benchmarks of this folder.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,8 @@ from pathlib import Path
 import torch
 import triton
 
+from treadle.ir.files import write_whole
+
 BENCH = Path(__file__).resolve().parent
 GOALS = BENCH / "goals.json"
 RESULTS = BENCH / "results"
@@ -24,7 +25,7 @@ RESULTS = BENCH / "results"
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of one benchmark. `better` is `lower` or `higher`; goal and floor share its unit."""
+    """Hold one figure. `better` is `lower` or `higher`; goal and floor are in its unit."""
 
     bench: str
     case: str
@@ -35,13 +36,6 @@ class Row:
     floor: float | None = None
     peers: dict[str, float] = field(default_factory=dict)
     conditions: dict[str, object] = field(default_factory=dict)
-
-    @property
-    def met(self) -> bool | None:
-        """Say whether the goal is met; None where there is none."""
-        if self.goal is None:
-            return None
-        return self.value <= self.goal if self.better == "lower" else self.value >= self.goal
 
 
 def conditions(**extra: object) -> dict[str, object]:
@@ -76,10 +70,7 @@ def write_rows(bench: str, rows: list[Row], folder: Path | None = None) -> Path:
     """Merge rows, by case, into the benchmark's results file of this machine."""
     machine = str(rows[0].conditions.get("gpu") or "cpu").replace(" ", "_")
     path = (folder or RESULTS / machine) / f"{bench}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     known = {row["case"]: row for row in json.loads(path.read_text())} if path.is_file() else {}
     known.update({row.case: asdict(row) for row in rows})
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(list(known.values()), indent=1) + "\n")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(list(known.values()), indent=1) + "\n")
     return path

@@ -6,14 +6,13 @@ Must not know what a module computes. Called by all that launch, compile or tune
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
-import tempfile
 from pathlib import Path
 from types import ModuleType
 
 from treadle.ir import knobs
 from treadle.ir.errors import KernelError
+from treadle.ir.files import write_whole
 from treadle.ir.graph import fingerprint
 
 
@@ -26,12 +25,7 @@ def write_module(text: str, name: str, folder: Path | None = None) -> Path:
     path = folder / f"{name}.{fingerprint(text)}.py"
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return path
-    folder.mkdir(parents=True, exist_ok=True)
-    # Another process may write the same file: each writes its own and the last rename wins.
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.", suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-    os.replace(temporary, path)
+    write_whole(path, text)
     return path
 
 

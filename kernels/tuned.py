@@ -1,18 +1,18 @@
 """The table of tuned schedules: which template and schedule won, by kernel, sizes, bucket and GPU.
 
-Tables for known GPUs ship in `kernels/tuned/`; a user's own lie in the cache. Called by the tuner,
-which adds to it, and by the planner, which looks up.
+Tables for known GPUs ship in `kernels/tuned_tables/`. Called by the tuner, which adds to them, and
+by the planner, which looks up.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from treadle.ir.errors import ConfigError
+from treadle.ir.files import write_whole
 from treadle.ir.graph import Graph, Op
 from treadle.kernels.lower import Candidate, Situation
 
@@ -23,15 +23,23 @@ TYPICAL_GPU = {"sm_90": "NVIDIA H200"}
 
 @dataclass(frozen=True)
 class Choice:
-    """The template and schedule that won for one key."""
+    """Name the template and schedule that won for one key."""
 
     template: str
     schedule: Mapping[str, int | bool]
 
+    def __str__(self) -> str:
+        settings = ", ".join(f"{name}={value}" for name, value in self.schedule.items())
+        return f"{self.template} ({settings})"
+
+    def is_of(self, candidate: Candidate) -> bool:
+        """Say whether this candidate is the one that won."""
+        return (candidate.template, candidate.schedule) == (self.template, self.schedule)
+
 
 @dataclass(frozen=True)
 class TunedTable:
-    """Hold choices by key for one GPU and Triton version. Immutable; `with_choice` gives a new one."""
+    """Hold the choices for one GPU, by key. Immutable: `with_choice` gives a new one."""
 
     gpu: str
     choices: Mapping[str, Choice] = field(default_factory=dict)
@@ -43,18 +51,32 @@ class TunedTable:
         return TunedTable(self.gpu, {**self.choices, key: Choice(template, dict(schedule))})
 
     def choose(
-        self, op: Op, graph: Graph, where: Situation, candidates: Iterator[Candidate]
+        self,
+        op: Op,
+        graph: Graph,
+        where: Situation,
+        candidates: Iterator[Candidate],
+        *,
+        on_stale: Callable[[str], None],
     ) -> Candidate:
-        """Choose the tuned candidate, or the default where this key was never tuned."""
+        """Choose the tuned candidate, or the default where this key was never tuned.
+
+        A choice that is no candidate any more, because the templates changed since it was tuned, is
+        told to `on_stale`, and the default taken: it is right, only perhaps slower.
+        """
         first = next(candidates)
-        choice = self.choices.get(tuning_key(first, op, graph, where))
-        if choice is None or _is(first, choice):
+        key = tuning_key(first, op, graph, where)
+        choice = self.choices.get(key)
+        if choice is None or choice.is_of(first):
             return first
-        return next((c for c in candidates if _is(c, choice)), first)
+        for candidate in candidates:
+            if choice.is_of(candidate):
+                return candidate
+        on_stale(f"{key}: the tuned {choice} is not offered any more, the default is used")
+        return first
 
     def write(self, path: Path) -> None:
-        """Write the table atomically."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Write the table; `read_table` gives it back equal."""
         data = {
             "gpu": self.gpu,
             "choices": {
@@ -62,9 +84,7 @@ class TunedTable:
                 for key, choice in sorted(self.choices.items())
             },
         }
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(data, indent=1) + "\n")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(data, indent=1) + "\n")
 
 
 def read_table(path: Path) -> TunedTable:
@@ -80,7 +100,10 @@ def read_table(path: Path) -> TunedTable:
 
 
 def shipped_table(gpu: str, architecture: str = "") -> TunedTable:
-    """Give the table that ships for a GPU, or for a typical one of the architecture; may be empty."""
+    """Give the table that ships for a GPU, or else for a typical one of the architecture.
+
+    A GPU that was never tuned has an empty one.
+    """
     gpu = gpu or TYPICAL_GPU.get(architecture, "")
     path = SHIPPED / f"{gpu.replace(' ', '_')}.json"
     return read_table(path) if path.is_file() else TunedTable(gpu)
@@ -95,9 +118,3 @@ def tuning_key(candidate: Candidate, op: Op, graph: Graph, where: Situation) -> 
     dtype = graph.type_of(op.outputs[0] if op.outputs else op.inputs[0]).dtype
     rows = where.dims["T"] if "size:T" in candidate.arguments.values() else where.dims["B"]
     return f"{candidate.name}/{shape}/{dtype}/{where.step}/{rows}"
-
-
-def _is(candidate: Candidate, choice: Choice) -> bool:
-    return candidate.template == choice.template and dict(candidate.schedule) == dict(
-        choice.schedule
-    )

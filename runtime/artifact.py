@@ -6,7 +6,7 @@ plan.json       which kernels each program launches, with which arguments and bu
 kernels/*.py    the emitted Triton modules
 tokenizer/      the tokenizer and chat template, as a Hugging Face folder
 binaries/       their compiled form (Triton's own cache layout)
-tuned.json      the chosen schedules; report.json, report.html: why
+report.json     what each kernel uses of the GPU; target cuda only
 
 Called by the compiler and the engine.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.ir.errors import ArtifactError, ConfigError, MachineError
+from treadle.ir.files import write_whole
 from treadle.runtime.config import EngineConfig
 
 FORMAT = 1
@@ -195,6 +195,4 @@ def finish_manifest(folder: Path, manifest: Manifest) -> None:
         if file.is_file()
     }
     data = asdict(manifest) | {"files": files, "engine": manifest.engine.to_json()}
-    temporary = folder / (MANIFEST + ".tmp")
-    temporary.write_text(json.dumps(data, indent=1) + "\n")
-    os.replace(temporary, folder / MANIFEST)
+    write_whole(folder / MANIFEST, json.dumps(data, indent=1) + "\n")

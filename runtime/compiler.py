@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -151,18 +151,24 @@ def compile_model(
         for form, graph in compilation.fused.items():
             (folder / "graph" / f"{form}.ir").write_text(print_graph(graph))
         table = shipped_table(manifest.gpu, manifest.architecture)
+        stale: list[str] = []
         plan = planner.plan_programs(
             compilation.fused,
             engine,
             report,
             architecture=manifest.architecture,
-            choose=table.choose,
+            choose=partial(table.choose, on_stale=stale.append),
         )
+        stale = list(dict.fromkeys(stale))  # every layer has told
+        for note in stale:
+            report(note)
         plan.write(folder)
         report("converting the tokenizer")
         _copy_tokenizer(checkpoint, folder, report)
         if engine.target == "cuda":
-            _compile_kernels(plan, compilation, manifest.architecture, folder, report)
+            kernels = _compile_kernels(plan, compilation, manifest.architecture, folder, report)
+            facts = {"kernels": kernels, "stale_schedules": stale}
+            (folder / "report.json").write_text(json.dumps(facts, indent=1) + "\n")
         artifacts.finish_manifest(folder, manifest)
     return CompileResult(artifacts.open_artifact(out), was_current=False)
 
@@ -186,16 +192,15 @@ def _compile_kernels(
     architecture: str,
     folder: Path,
     report: Report,
-) -> None:
-    """Compile every kernel of the plan into the artifact, and write down what each uses."""
+) -> list[dict[str, Any]]:
+    """Compile every kernel of the plan into the artifact, and tell what each uses."""
     jobs = jobs_of(plan, compilation.fused, compilation.engine, folder / "kernels", architecture)
     resources = [
         {"module": Path(outcome.job.path).stem, **asdict(kernel)}
         for outcome in compile_binaries(jobs, folder / BINARIES, report)
         for kernel in outcome.kernels
     ]
-    resources.sort(key=lambda row: str(row["module"]))
-    (folder / "report.json").write_text(json.dumps({"kernels": resources}, indent=1) + "\n")
+    return sorted(resources, key=lambda row: str(row["module"]))
 
 
 def _open_if_current(out: Path, key: str, report: Report) -> Artifact | None:

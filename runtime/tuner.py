@@ -136,7 +136,9 @@ class _Session:
                 continue
             self.tunings[key] = KernelTuning(key, candidates[0].name, 1)
             # What an earlier session found is where this one starts.
-            known = self.table.choose(op, self.graph, self.where, iter(candidates))
+            known = self.table.choose(
+                op, self.graph, self.where, iter(candidates), on_stale=self.report
+            )
             candidates.insert(0, candidates.pop(candidates.index(known)))
             self.candidates[key] = candidates
             self.chosen[key] = 0
