@@ -185,7 +185,7 @@ def test_a_kind_without_a_template_is_refused_by_name() -> None:
 def test_a_norm_folded_into_a_linear_is_refused_for_many_tokens() -> None:
     graph = fused_graph("decode.few", "plain", "bf16")
     op = next(op for op in graph.ops if op.plain[0].kind == "rms_norm")
-    assert list(lower(op, graph, situation("decode", "cuda", "sm_90", 4)))
+    assert list(lower(op, graph, situation("decode", "cuda", "sm_90", GEMV_ROWS)))
     with pytest.raises(LoweringError, match=rf"No template fits `{op.name}`.*64 rows.*prologue"):
         list(lower(op, graph, situation("decode", "cuda", "sm_90", 64)))
 
