@@ -2,9 +2,9 @@
 
 A kernel timed alone misleads: dependent launch, the cache and the neighbours' tails decide between
 candidates that are a few percent apart. So a step of a few layers is captured with one candidate
-changed, replayed, and the best is kept, kernel after kernel, the most expensive first. Candidates are
-compiled in parallel processes before any is timed, and one that gives a wrong result is thrown out.
-Called by `tune` and `compile`.
+changed, replayed, and the best is kept, kernel after kernel. Candidates are compiled in parallel
+processes before any is timed, and one that gives a wrong result is thrown out.
+Called by the benchmark that makes the shipped tables.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from treadle.runtime import planner
 from treadle.runtime.binaries import launch_arguments
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.trial import Trial, make_trial, time_graph_ms
-from treadle.runtime.triton_program import GraphedProgram, Workspace, allocate_workspace
+from treadle.runtime.triton_program import GraphedProgram, allocate_workspace
 from treadle.runtime.verify import TOLERANCES
 
 ROUNDS = 15
@@ -35,7 +35,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Timing:
-    """Tell how one candidate did: the step's median and spread with it, or why it was thrown out."""
+    """Tell a candidate's median and spread over whole steps, or why it was thrown out."""
 
     template: str
     schedule: Mapping[str, int | bool]
@@ -46,7 +46,7 @@ class Timing:
 
 @dataclass
 class KernelTuning:
-    """Collect the timings of one kernel in one bucket; the first is the default's."""
+    """Collect the timings of one kernel in one bucket; the first is the winner's."""
 
     key: str
     kernel: str
@@ -55,8 +55,8 @@ class KernelTuning:
 
     @property
     def winner(self) -> Timing:
-        """The fastest candidate that gave right results."""
-        return min(self.timings, key=lambda timing: timing.step_ms)
+        """The candidate that was kept: the fastest, unless its gain was noise."""
+        return self.timings[0]
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,12 @@ def tune_program(
         trial.fill(work.num_seqs, work.context_tokens)
     else:
         trial.fill_prompts(work.num_seqs, work.context_tokens)
-    session = _Session(trial, work, table, architecture, report)
+    with tempfile.TemporaryDirectory(prefix="treadle-tune-") as folder:
+        session = _Session(trial, work, table, architecture, Path(folder), report)
+        for tuning in session.tunings.values():
+            session.tune(tuning)
     for tuning in session.tunings.values():
-        session.tune(tuning)
-    for tuning in session.tunings.values():
-        if tuning.timings:
+        if tuning.timings and not tuning.winner.failure:
             table = table.with_choice(tuning.key, tuning.winner.template, tuning.winner.schedule)
     return table, list(session.tunings.values())
 
@@ -111,11 +112,16 @@ class _Session:
     """Hold one program's trial: current choices, compiled candidates, the step's time so far."""
 
     def __init__(
-        self, trial: Trial, work: Workload, table: TunedTable, architecture: str, report: Report
+        self,
+        trial: Trial,
+        work: Workload,
+        table: TunedTable,
+        architecture: str,
+        folder: Path,
+        report: Report,
     ) -> None:
         self.trial, self.work, self.table = trial, work, table
-        self.architecture, self.report = architecture, report
-        self.folder = Path(tempfile.mkdtemp(prefix="treadle-tune-"))
+        self.architecture, self.folder, self.report = architecture, folder, report
         self.graph = trial.graphs[work.form]
         dims = planner.bucket_dims(trial.engine, work.step, work.bucket)
         self.where = Situation(dims, work.step, "cuda", architecture)
@@ -193,7 +199,7 @@ class _Session:
             if launch.kernel in self.bad:
                 raise KernelError(self.bad[launch.kernel])
         plan.write(self.folder)
-        workspace: Workspace = allocate_workspace(plan, self.trial.state.packed.device)
+        workspace = allocate_workspace(plan, self.trial.state.packed.device)
         programs = self.trial.programs(plan, self.folder / "kernels", workspace)
         program = programs[self.work.step, self.work.bucket]
         self.trial.state.tensors["length"].fill_(self.work.context_tokens)
@@ -220,9 +226,7 @@ class _Session:
             self.chosen[tuning.key] = index
             timings.append(self._time(candidate))
         best = min(range(len(timings)), key=lambda index: timings[index].step_ms)
-        if timings[best].failure:
-            best = current
-        # A gain inside the spread is noise: then what stands may stay.
+        # A gain inside the spread is noise: then what stands stays.
         gain = timings[current].step_ms - timings[best].step_ms
         if gain <= min(timings[best].spread_ms, 0.002 * timings[best].step_ms):
             best = current
@@ -230,8 +234,8 @@ class _Session:
         tuning.timings = [timings[best], *(t for i, t in enumerate(timings) if i != best)]
         self.report(
             f"tuned {tuning.kernel} ×{tuning.launches}: {timings[best].step_ms:.4f} ms a step, "
-            f"default {timings[0].step_ms:.4f}, {candidates[best].template} "
-            f"{dict(candidates[best].schedule)}"
+            f"before {timings[current].step_ms:.4f}, {candidates[best].template} "
+            f"{candidates[best].schedule}"
         )
 
     def _time(self, candidate: Candidate) -> Timing:
