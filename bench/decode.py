@@ -27,7 +27,7 @@ ROUNDS = 31
 
 
 class PartialProgram:
-    """A program with some launches left out: what remains shows what they cost."""
+    """Run a program with some launches left out: what remains shows what they cost."""
 
     def __init__(self, program: TritonProgram, leave_out: str) -> None:
         self.plan = program.plan
@@ -39,11 +39,10 @@ class PartialProgram:
             if launch.kernel.partition(".")[0] != leave_out
         ]
 
-    def run(self, num_tokens: int, num_seqs: int) -> object:
+    def run(self, num_tokens: int, num_seqs: int) -> None:
         """Launch the kernels that are left."""
         for index in self._kept:
             self._program.launch(index, num_tokens, num_seqs)
-        return self.values
 
 
 def floor_ms(engine: BenchEngine, batch: int, context: int) -> float:
@@ -59,6 +58,7 @@ def floor_ms(engine: BenchEngine, batch: int, context: int) -> float:
 
 
 def main() -> None:
+    """Time the cases of the command line and write their rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="llama-3.1-8b,llama-3.2-1b")
     parser.add_argument("--batches", default="1,8,32")
@@ -100,7 +100,7 @@ def print_parts(engine: BenchEngine, batch: int, context: int, whole_ms: float) 
         counts[kernel] = counts.get(kernel, 0) + 1
     for kernel, count in counts.items():
         partial = PartialProgram(program, kernel)
-        graphed = GraphedProgram(partial, torch.cuda.graph_pool_handle())  # type: ignore[arg-type]
+        graphed = GraphedProgram(partial, torch.cuda.graph_pool_handle())
         rest = statistics.median(time_graph_ms(graphed, engine.trial, context, ROUNDS))
         cost = 1e3 * (whole_ms - rest)
         print(f"    {kernel:28} ×{count:3}: {cost:8.1f} µs, {cost / count:7.2f} each", flush=True)

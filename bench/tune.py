@@ -29,6 +29,7 @@ from treadle.runtime.tuner import Workload, tune_program  # noqa: E402
 
 
 def main() -> None:
+    """Tune the programs of the command line, as many as the time allows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument(

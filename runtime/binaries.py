@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from treadle.ir import knobs
 from treadle.ir.errors import KernelError, MachineError
 from treadle.ir.graph import Graph
 from treadle.ir.types import TensorType
@@ -55,7 +56,7 @@ def jobs_of(
     kernels: Path,
     architecture: str,
 ) -> list[Job]:
-    """Give one job per kernel of the plan; buckets and layers that share a module share its binary."""
+    """Give one job per module of the plan, of which several launches may share one."""
     jobs: dict[str, Job] = {}
     for program in plan.programs:
         dims = bucket_dims(engine, program.step, program.bucket)

@@ -47,8 +47,8 @@ class EngineConfig:
                 raise ConfigError(f"{option} is at least 1, not {getattr(self, name)}.")
         if self.max_step_tokens < self.max_rows:
             raise ConfigError(
-                f"--max-step-tokens {self.max_step_tokens} is less than --max-rows {self.max_rows}: a "
-                "decode step would not hold one token of each.",
+                f"--max-step-tokens {self.max_step_tokens} is less than --max-rows "
+                f"{self.max_rows}: a decode step would not hold one token of each.",
                 remedy="Raise the first or lower the second.",
             )
 

@@ -1,8 +1,8 @@
 """The engine: one worker thread that schedules, launches and completes steps; asyncio in front.
 
-Server, pipeline and command line all use this one. The worker owns executor and scheduler; the event
-loop owns the generations, where tokens become text. Between them: a queue of commands one way, one
-callback per step the other way.
+Server, pipeline and command line all use this one. The worker owns executor and scheduler; the
+event loop owns the generations, where tokens become text. Between them: a queue of commands one
+way, one callback per step the other way.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Generation:
 
 
 class Engine:
-    """Serve one loaded model. `load` runs in the worker and reports what it is doing, phase by phase.
+    """Serve one loaded model; `load` runs in the worker and reports what it does, phase by phase.
 
     Raises from `start`: whatever `load` raised.
     """

@@ -1,7 +1,7 @@
 """Run planned steps on the device: write inputs, pick the program, fetch the sampled tokens.
 
-The same code drives all three targets; a program is whatever can `run` a step of its bucket. Called by
-the engine's worker, from one thread.
+The same code drives all three targets; a program is whatever can `run` a step of its bucket.
+Called by the engine's worker, from one thread.
 """
 
 from __future__ import annotations

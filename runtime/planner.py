@@ -1,6 +1,7 @@
 """Decide the programs of an engine: which graph serves which bucket, by which kernels and buffers.
 
-Called by the compiler; what it writes, `loading.py` reads. Knows kernels only through `kernels/lower.py`.
+Called by the compiler; what it writes, `loading.py` reads. Knows kernels only through
+`kernels/lower.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class ProgramPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan all programs. `modules` are the kernels' texts by name; `scratch` gives (dtype, elements)."""
+    """Plan all programs.
+
+    `modules` are the kernels' texts by name, `scratch` the (dtype, elements) of what they ask for.
+    """
 
     programs: tuple[ProgramPlan, ...]
     scratch: Mapping[str, tuple[str, int]] = field(default_factory=dict)

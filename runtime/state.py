@@ -1,6 +1,7 @@
-"""The tensors that outlive a step: rows' state, block table, pages and the buffers of a step's inputs.
+"""The tensors that outlive a step: rows' state, block table, pages, and a step's input buffers.
 
-Called by the executor. Must not know kernels or the scheduler.
+Called by the executor and by whoever tries programs without one. Must not know kernels or the
+scheduler.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ ALIGNMENT = 64  # elements: each input starts at a multiple of 256 bytes
 
 @dataclass(frozen=True)
 class DeviceState:
-    """Hold tensors by the names that graphs use for their inputs; sizes are the largest of any step.
+    """Hold tensors by the names of graphs' inputs, as large as the largest step needs.
 
-    `caches` gives K and V of each layer, [P, G, S, D] each. `packed` i32 underlies the step's inputs,
-    each at its offset in `packed_offsets`.
+    `caches` gives K and V of each layer, [P, G, S, D] each. `packed` i32 underlies the step's
+    inputs, each at its offset in `packed_offsets`.
     """
 
     dims: Mapping[str, int]

@@ -1,7 +1,7 @@
 """Programs of the `cuda` and `interpret` targets: planned launches of emitted kernels, in order.
 
-On a GPU a decode program is captured once in a CUDA graph and replayed. Called by the executor; made
-from an artifact's plan by `loading.py`.
+On a GPU a decode program is captured once in a CUDA graph and replayed. Called by the executor;
+made from an artifact's plan by `loading.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -19,6 +20,9 @@ from treadle.kernels.dtypes import TORCH_DTYPES
 from treadle.kernels.load import load_module
 from treadle.runtime.planner import Plan, ProgramPlan
 from treadle.runtime.state import DeviceState
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE  # torch has no public name for it
 
 
 @dataclass(frozen=True)
@@ -115,11 +119,26 @@ class TritonProgram:
             ) from error
 
 
+class Capturable(Protocol):
+    """Launch kernels, always the same ones at the same addresses."""
+
+    @property
+    def plan(self) -> ProgramPlan:
+        """The plan that it follows."""
+
+    @property
+    def values(self) -> Mapping[str, torch.Tensor]:
+        """The values that it leaves."""
+
+    def run(self, num_tokens: int, num_seqs: int) -> object:
+        """Launch the kernels for a step of these sizes."""
+
+
 class GraphedProgram:
     """Replay a program as one CUDA graph, captured at given sizes (by default its bucket's)."""
 
     def __init__(
-        self, program: TritonProgram, pool: tuple[int, int], sizes: tuple[int, int] | None = None
+        self, program: Capturable, pool: _POOL_HANDLE, sizes: tuple[int, int] | None = None
     ) -> None:
         self._program = program
         sizes = sizes or (program.plan.bucket, program.plan.bucket)

@@ -1,4 +1,4 @@
-"""The engine on tiny random models: its tokens are those of transformers, however they are batched."""
+"""The engine on tiny random models: its tokens are those of transformers, however batched."""
 
 from __future__ import annotations
 
