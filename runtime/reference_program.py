@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -25,8 +26,8 @@ Environment = dict[str, torch.Tensor]
 class ReferenceProgram:
     """Play one graph; `run` leaves every value of the step in the returned environment.
 
-    `packed` are weights in the layout that oneDNN multiplies fastest, used by linears instead of the
-    plain ones; see `pack_weights`.
+    `packed` are weights in the layout that oneDNN multiplies fastest, used by linears instead of
+    the plain ones; see `pack_weights`.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class ReferenceProgram:
         ops = tuple(walk(graph.ops))
         self._steps = [self._bind(op) for op in ops]
         # What all layers derive from the step's inputs is derived once, before the first that asks.
-        self._shared = _SharedInputs(ops, graph, state)
+        self._shared = _SharedInputs(ops, graph)
 
     def run(self, num_tokens: int, num_seqs: int) -> Environment:
         """Run a step whose inputs lie in the state; give all values by name."""
@@ -59,12 +60,9 @@ class ReferenceProgram:
         return env
 
     def _bind(self, op: Op) -> Callable[[Environment], None]:
-        """Make a closure that reads an op's operands from the environment and stores its results."""
-        function = getattr(reference, op.kind)
+        """Make a closure that reads an op's operands from an environment and stores its results."""
+        function, options = reference_call(op)
         accepted = inspect.signature(function).parameters
-        options = {name: value for name, value in asdict(op.params).items() if name in accepted}
-        if "out_dtype" in options:
-            options["out_dtype"] = TORCH_DTYPES.get(options["out_dtype"])
         constants = self._packed if op.kind == "linear" else {}
         caches: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = {}
         if "cache" in lookup(op.kind).operands:
@@ -78,7 +76,7 @@ class ReferenceProgram:
                 if name in caches:
                     operands += caches[name]
                 else:
-                    operands.append(constants.get(name) if name in constants else env[name])
+                    operands.append(constants[name] if name in constants else env[name])
             shared: dict[str, object] = {}
             if shares_plan:
                 shared["plan"] = self._shared.plan(env)
@@ -93,10 +91,20 @@ class ReferenceProgram:
         return step
 
 
+def reference_call(op: Op) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Give the function that a plain op means, and the options that its parameters become."""
+    function = getattr(reference, op.kind)
+    accepted = inspect.signature(function).parameters
+    options = {name: value for name, value in asdict(op.params).items() if name in accepted}
+    if "out_dtype" in options:
+        options["out_dtype"] = TORCH_DTYPES.get(options["out_dtype"])
+    return function, options
+
+
 class _SharedInputs:
     """Keep, for the length of one step, what every layer would derive anew."""
 
-    def __init__(self, ops: tuple[Op, ...], graph: Graph, state: DeviceState) -> None:
+    def __init__(self, ops: tuple[Op, ...], graph: Graph) -> None:
         self._plan: reference.StepPlan | None = None
         self._angles: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._operands: tuple[str, ...] = ()
@@ -104,8 +112,8 @@ class _SharedInputs:
             if op.kind == "kv_write":
                 _, _, positions, token_seq, seq_rows, block_table, cache = op.inputs
                 cache_type = graph.type_of(cache)
-                self._num_kv_heads = int(cache_type.shape[1])  # type: ignore[arg-type]
-                self._page_size = int(cache_type.shape[2])  # type: ignore[arg-type]
+                self._num_kv_heads = cache_type.size(1)
+                self._page_size = cache_type.size(2)
                 self._operands = (positions, token_seq, seq_rows, block_table)
             elif op.kind == "attention":
                 self._operands = (*self._operands[:4], *op.inputs[4:6])
@@ -134,13 +142,9 @@ class _SharedInputs:
         return self._angles[table]
 
 
-def pack_weights(
-    graph: Graph, weights: Mapping[str, torch.Tensor]
-) -> Mapping[str, torch.Tensor]:
+def pack_weights(graph: Graph, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Pack the weights that linears read, where this CPU can; those of one storage once."""
-    names = {
-        op.inputs[1].removeprefix("@") for op in walk(graph.ops) if op.kind == "linear"
-    }
+    names = {op.inputs[1].removeprefix("@") for op in walk(graph.ops) if op.kind == "linear"}
     packed: dict[int, torch.Tensor] = {}
     result = {}
     for name in sorted(names):
