@@ -176,6 +176,8 @@ def _put_in_place(folder: Path, path: Path) -> None:
 def write_error(path: Path, error: OSError) -> MachineError:
     """Say why `path` could not be written; where the disk is full, how much space is left."""
     reason = error.strerror or str(error)
+    if isinstance(error, shutil.Error):
+        _, _, reason = error.args[0][0]  # source, target and reason of the first of many files
     if isinstance(error, FileExistsError):
         reason = f"{error.filename} is a file"
     advice = "Choose another folder (-o or --dump; for caches TREADLE_CACHE_DIR)"

@@ -18,6 +18,7 @@ from treadle.ir.graph import Graph
 from treadle.ir.types import TensorType
 from treadle.kernels.cross_compile import Argument, Job, Outcome, compile_many
 from treadle.kernels.load import load_module
+from treadle.runtime.artifact import write_error
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.planner import LaunchPlan, Plan, bucket_dims
 
@@ -102,12 +103,20 @@ def install_binaries(artifact: Path, key: str) -> Path:
     Triton notes absolute paths in its cache and adds launchers to it, so it can neither run from an
     artifact that was moved nor leave one unchanged. `key` names the artifact's content; what is
     there already is used again.
+    Raises: MachineError: the cache can't be written.
     """
     folder = knobs.cache_dir() / BINARIES / key
-    if folder.is_dir():
-        return folder
+    if not folder.is_dir():
+        try:
+            _copy_binaries(artifact, folder)
+        except OSError as error:
+            raise write_error(folder, error) from error
+    return folder
+
+
+def _copy_binaries(artifact: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{key[:16]}.", dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name[:16]}.", dir=folder.parent))
     try:
         shutil.copytree(artifact / BINARIES, temporary, dirs_exist_ok=True)
         for group in temporary.rglob("__grp__*.json"):
@@ -124,4 +133,3 @@ def install_binaries(artifact: Path, key: str) -> Path:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return folder

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -493,6 +494,39 @@ def test_a_cache_below_a_file_is_named(
 ) -> None:
     monkeypatch.setenv("TREADLE_CACHE_DIR", str(file / "cache"))
     refused(generate_command(model), 3, f"{file}/cache", "Not a directory", "TREADLE_CACHE_DIR")
+
+
+def pretend_artifact_of_gpu(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an artifact and the machine have the same GPU, until something asks of it."""
+    pretend_gpu(monkeypatch, "sm_90")
+    engine = json.loads((artifact / MANIFEST).read_text())["engine"] | {"target": "cuda"}
+    changes = {"target": "cuda", "architecture": "sm_90", "engine": engine}
+    edit_json(artifact / MANIFEST, changes)
+
+
+def test_a_cache_that_can_not_take_an_artifacts_binaries_is_named(
+    artifact: Path, file: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_artifact_of_gpu(artifact, monkeypatch)
+    monkeypatch.setenv("TREADLE_CACHE_DIR", str(file))
+    refused(generate_command(artifact), 3, f"{file}/binaries/", "TREADLE_CACHE_DIR")
+
+
+def test_a_cache_that_fills_up_holds_no_half_of_an_artifacts_binaries(
+    artifact: Path, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(source: str, target: str) -> None:
+        Path(target).write_bytes(b"half")
+        raise full_disk()
+
+    pretend_artifact_of_gpu(artifact, monkeypatch)
+    (artifact / "binaries").mkdir()
+    (artifact / "binaries/kernel.cubin").write_bytes(b"whole")
+    (tmp_path / "cache/binaries").mkdir(parents=True)
+    monkeypatch.setenv("TREADLE_CACHE_DIR", str(tmp_path / "cache"))
+    copytree = functools.partial(shutil.copytree, copy_function=copy)
+    monkeypatch.setattr(shutil, "copytree", copytree)
+    refused(generate_command(artifact), 3, "No space left on device", "TREADLE_CACHE_DIR")
 
 
 def test_an_output_that_is_something_else_is_left_alone(
