@@ -19,6 +19,7 @@ from treadle.ir.types import DTYPE_BYTES
 from treadle.kernels.emit import Fact, Header, Hooks, emit_module, read_template
 from treadle.kernels.epilogue import FusedLinear, lower_linear
 from treadle.kernels.schedule import (
+    INTERPRETER,
     Schedule,
     Sizes,
     attention_decode_schedules,
@@ -101,6 +102,11 @@ class Situation:
     step: str
     target: str
     architecture: str = ""
+
+    @property
+    def machine(self) -> str:
+        """Name what schedules depend on: the architecture, or the interpreter."""
+        return INTERPRETER if self.target == "interpret" else self.architecture
 
 
 def lower(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
@@ -196,7 +202,7 @@ def _lower_linear(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]
     )
     # A template may lack the place for a norm, or need rows of whole 16 bytes: others take the op.
     lowered: dict[str, FusedLinear | LoweringError] = {}
-    for template, schedule in matmul_choices(sizes, where.target, where.architecture):
+    for template, schedule in matmul_choices(sizes, where.machine):
         if template not in lowered:
             lowered[template] = _fit_linear(template, op, graph)
         fused = lowered[template]
@@ -266,11 +272,11 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
     }
     if where.step != "decode":
         arguments = {**shared, "query_start": f"value:{query_start}", "num_tokens": "size:T"}
-        for schedule in attention_prefill_schedules(shape, where.dims, where.target):
+        for schedule in attention_prefill_schedules(shape, where.dims, where.machine):
             yield Candidate("attention_prefill", "attention_prefill", shape, schedule, arguments)
         return
     rows = where.dims["B"]
-    for schedule in attention_decode_schedules(shape, where.dims, where.target):
+    for schedule in attention_decode_schedules(shape, where.dims, where.machine):
         partials = rows * params.num_heads * int(schedule["MAX_SPLITS"])
         scratch = (
             Scratch("partial_out", "f32", partials * params.head_dim),
@@ -336,7 +342,7 @@ def _lower_kv_write(op: Op, graph: Graph, where: Situation) -> Iterator[Candidat
         **_cache(cache),
         "num_tokens": "size:T",
     }
-    for schedule in rope_kv_write_schedules(shape, where.target):
+    for schedule in rope_kv_write_schedules(shape, where.machine):
         yield Candidate("rope_kv_write", "rope_kv_write", shape, schedule, arguments)
 
 
@@ -359,7 +365,7 @@ def _lower_norm(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
         "stream": "none:",
         "num_rows": f"size:{_leading(graph, op, op.outputs[0])}",
     }
-    for schedule in norm_schedules(hidden, where.target):
+    for schedule in norm_schedules(hidden, where.machine):
         yield Candidate(_kernel_name(op), "norm", shape, schedule, arguments)
 
 
@@ -385,26 +391,26 @@ def _lower_embed(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
     hidden = graph.type_of(op.inputs[1]).size(1)
     shape: dict[str, Fact] = {"HIDDEN": hidden, "SCALE": op.params.scale}
     arguments = _plain_arguments(op, ("y",), num_tokens="T")
-    for schedule in embed_schedules(hidden, where.target):
+    for schedule in embed_schedules(hidden, where.machine):
         yield Candidate("embed", "embed", shape, schedule, arguments)
 
 
 def _lower_sample(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
     vocab = graph.type_of(op.inputs[0]).size(1)
     arguments = _plain_arguments(op, ("tokens",), num_seqs="B")
-    for schedule in sample_schedules(vocab, where.target):
+    for schedule in sample_schedules(vocab, where.machine):
         yield Candidate("sample", "sample", {"VOCAB": vocab}, schedule, arguments)
 
 
 def _lower_advance(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
     arguments = _plain_arguments(op, ops.lookup("advance").results, num_seqs="B")
-    for schedule in step_schedules("BLOCK_B", where.target):
+    for schedule in step_schedules("BLOCK_B", where.machine):
         yield Candidate("advance", "step_inputs", {}, schedule, arguments)
 
 
 def _lower_resolve(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
     arguments = _plain_arguments(op, ("y",), num_tokens="T")
-    for schedule in step_schedules("BLOCK_T", where.target):
+    for schedule in step_schedules("BLOCK_T", where.machine):
         yield Candidate("resolve_tokens", "resolve_tokens", {}, schedule, arguments)
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 Schedule = dict[str, int | bool]
 
 NUM_MULTIPROCESSORS = 132  # of an H100 or H200; a guess elsewhere
+INTERPRETER = "interpret"  # the machine that is none: Triton's interpreter
+HAS_TMA = ("sm_90", "sm_100")  # also programmatic dependent launch
 GEMV_ROWS = 1  # beyond it tensor cores win: at 2 rows by 5 %, at 4 by 30 % of an 8B step
 SKINNY_ROWS = 256  # beyond it the tokens are the left operand
 
@@ -38,20 +40,27 @@ def power_of_two(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
 
-def matmul_choices(sizes: Sizes, target: str, architecture: str) -> Iterator[tuple[str, Schedule]]:
+def pdl_choices(machine: str) -> tuple[bool, ...]:
+    """Give what USE_PDL may be on a machine: an architecture like `sm_90`, or the interpreter."""
+    return (True, False) if machine in HAS_TMA else (False,)
+
+
+def matmul_choices(sizes: Sizes, machine: str) -> Iterator[tuple[str, Schedule]]:
     """Yield (template, schedule) for a linear of these sizes, the best guess first."""
-    if target == "interpret":
+    if machine == INTERPRETER:
         yield _interpreted_matmul(sizes)
         return
-    has_tma = (
-        architecture in ("sm_90", "sm_100") and sizes.num_inputs * sizes.element_bytes % 16 == 0
-    )
+    has_tma = machine in HAS_TMA and sizes.num_inputs * sizes.element_bytes % 16 == 0
     if sizes.rows <= GEMV_ROWS:
-        yield from (("gemv", schedule) for schedule in _gemv(sizes))
+        yield from (("gemv", schedule) for schedule in _gemv(sizes, machine))
     if sizes.rows <= SKINNY_ROWS:
-        skinny = [("matmul_skinny", schedule) for schedule in _skinny(sizes, _POINTER_TILES)]
+        skinny = [
+            ("matmul_skinny", schedule) for schedule in _skinny(sizes, machine, _POINTER_TILES)
+        ]
         if has_tma:
-            by_tma = [("matmul_skinny_tma", schedule) for schedule in _skinny(sizes, _TMA_TILES)]
+            by_tma = [
+                ("matmul_skinny_tma", schedule) for schedule in _skinny(sizes, machine, _TMA_TILES)
+            ]
             if sizes.rows > 8:
                 skinny = by_tma + skinny[:8]
             else:
@@ -59,7 +68,7 @@ def matmul_choices(sizes: Sizes, target: str, architecture: str) -> Iterator[tup
         # Next to a GEMV a few are enough to see that tensor cores don't win.
         yield from skinny[:8] if sizes.rows <= GEMV_ROWS else skinny
     if sizes.rows > 64 or not has_tma:
-        if architecture == "sm_90" and has_tma and sizes.element_bytes == 2 and not sizes.wide_out:
+        if machine == "sm_90" and has_tma and sizes.element_bytes == 2 and not sizes.wide_out:
             yield from (("matmul_gluon", schedule) for schedule in _matmul_gluon(sizes))
         if has_tma:
             yield from (("matmul_tma", schedule) for schedule in _matmul_tma(sizes))
@@ -81,7 +90,7 @@ def _interpreted_matmul(sizes: Sizes) -> tuple[str, Schedule]:
     return "matmul", {"BLOCK_M": block_m, "GROUP_M": 1, **common}
 
 
-def _gemv(sizes: Sizes) -> Iterator[Schedule]:
+def _gemv(sizes: Sizes, machine: str) -> Iterator[Schedule]:
     """Tall tiles for wide rows: 4 to 32 bytes times 128 to 256 threads in flight per row."""
     widest = power_of_two(sizes.num_inputs)
     shapes = [(16, 512, 8), (16, 1024, 8), (16, 256, 4), (32, 512, 8), (8, 1024, 8), (32, 256, 4)]
@@ -95,7 +104,7 @@ def _gemv(sizes: Sizes) -> Iterator[Schedule]:
         for block_n, block_k, warps in shapes
     )
     for block_n, block_k, warps in chosen:
-        for use_pdl in (True, False):
+        for use_pdl in pdl_choices(machine):
             yield {
                 "ROWS": sizes.rows,
                 "BLOCK_N": block_n,
@@ -123,10 +132,14 @@ _TMA_TILES = [
     (128, 128, 8, 4),
     (64, 64, 4, 8),
 ]
-_MAX_SHARED_BYTES = 227 * 1024
+# What one program may use; the H100's where a GPU is not listed.
+_SHARED_BYTES = {"sm_80": 163 * 1024, "gfx942": 64 * 1024}
+_SHARED_BYTES_HOPPER = 227 * 1024
 
 
-def _skinny(sizes: Sizes, tiles: list[tuple[int, int, int, int]]) -> Iterator[Schedule]:
+def _skinny(
+    sizes: Sizes, machine: str, tiles: list[tuple[int, int, int, int]]
+) -> Iterator[Schedule]:
     """Weights on the left; K is split where the features alone don't fill the GPU."""
     block_m = min(max(16, power_of_two(sizes.rows)), 128)
     blocks_m = [block_m]
@@ -145,11 +158,11 @@ def _skinny(sizes: Sizes, tiles: list[tuple[int, int, int, int]]) -> Iterator[Sc
         for tile_m in blocks_m if index < 3 else blocks_m[:1]:
             # A tile of every stage and the result's staging must fit in shared memory.
             tile_bytes = (block_n + tile_m) * block_k * sizes.element_bytes
-            room = _MAX_SHARED_BYTES - 4 * block_n * tile_m
+            room = _SHARED_BYTES.get(machine, _SHARED_BYTES_HOPPER) - 4 * block_n * tile_m
             if room < 2 * tile_bytes:
                 continue
             for split in fitting[:2]:
-                for use_pdl in (False, True) if index < 3 else (False,):
+                for use_pdl in pdl_choices(machine)[::-1][: 2 if index < 3 else 1]:
                     yield {
                         "BLOCK_M": tile_m,
                         "BLOCK_N": block_n,
@@ -229,10 +242,10 @@ def _matmul_tma(sizes: Sizes) -> Iterator[Schedule]:
 
 
 def attention_decode_schedules(
-    shape: Mapping[str, object], dims: Mapping[str, int], target: str
+    shape: Mapping[str, object], dims: Mapping[str, int], machine: str
 ) -> Iterator[Schedule]:
     """Yield schedules of decode attention: more splits the fewer sequences fill the GPU."""
-    if target == "interpret":
+    if machine == INTERPRETER:
         yield _attention_decode(64, 2, 64, 4, 1, use_pdl=False)
         return
     programs = dims["B"] * int(str(shape["NUM_KV_HEADS"]))
@@ -245,7 +258,7 @@ def attention_decode_schedules(
     for index, (block_tokens, warps, stages) in enumerate(shapes):
         several = [splits, splits * 2, max(1, splits // 2)] if index < 3 else [splits]
         for number in dict.fromkeys(several):
-            for use_pdl in (True, False) if number == splits else (True,):
+            for use_pdl in pdl_choices(machine)[: 2 if number == splits else 1]:
                 yield _attention_decode(block_tokens, number, 128, warps, stages, use_pdl=use_pdl)
 
 
@@ -263,10 +276,10 @@ def _attention_decode(
 
 
 def attention_prefill_schedules(
-    shape: Mapping[str, object], dims: Mapping[str, int], target: str
+    shape: Mapping[str, object], dims: Mapping[str, int], machine: str
 ) -> Iterator[Schedule]:
     """Yield schedules of prefill attention: query heads of one KV head share each tile of keys."""
-    if target == "interpret":
+    if machine == INTERPRETER:
         yield _attention_prefill(64, 64, 4, 1, pack_heads=True)
         return
     shapes = [(64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 4), (64, 32, 4, 3), (64, 64, 4, 2)]
@@ -292,37 +305,37 @@ def _attention_prefill(
 # --- rows ---------------------------------------------------------------------------------------
 
 
-def _row(target: str, warps: int, **blocks: int) -> Iterator[Schedule]:
-    for use_pdl in (False,) if target == "interpret" else (True, False):
+def _row(machine: str, warps: int, **blocks: int) -> Iterator[Schedule]:
+    for use_pdl in pdl_choices(machine):
         yield {**blocks, "USE_PDL": use_pdl, "num_warps": warps, "num_stages": 1}
 
 
-def norm_schedules(hidden: int, target: str) -> Iterator[Schedule]:
+def norm_schedules(hidden: int, machine: str) -> Iterator[Schedule]:
     """Yield schedules of a norm: one row a program, in the interpreter many."""
-    block_t = 8 if target == "interpret" else 1
-    yield from _row(target, max(1, min(8, power_of_two(hidden) // 256)), BLOCK_T=block_t)
+    block_t = 8 if machine == INTERPRETER else 1
+    yield from _row(machine, max(1, min(8, power_of_two(hidden) // 256)), BLOCK_T=block_t)
 
 
-def embed_schedules(hidden: int, target: str) -> Iterator[Schedule]:
+def embed_schedules(hidden: int, machine: str) -> Iterator[Schedule]:
     """Yield schedules of the embedding: one row, or a part of it, a program."""
-    yield from _row(target, 4, BLOCK_E=min(power_of_two(hidden), 1024))
+    yield from _row(machine, 4, BLOCK_E=min(power_of_two(hidden), 1024))
 
 
-def rope_kv_write_schedules(shape: Mapping[str, object], target: str) -> Iterator[Schedule]:
+def rope_kv_write_schedules(shape: Mapping[str, object], machine: str) -> Iterator[Schedule]:
     """Yield schedules of rope and append: a few heads a program."""
     heads = int(str(shape["NUM_HEADS"])) + 2 * int(str(shape["NUM_KV_HEADS"]))
-    if target == "interpret":
-        yield from _row(target, 1, BLOCK_HEADS=power_of_two(heads))
+    if machine == INTERPRETER:
+        yield from _row(machine, 1, BLOCK_HEADS=power_of_two(heads))
         return
     for block_heads in (4, 8, 2):
-        yield from _row(target, 1, BLOCK_HEADS=block_heads)
+        yield from _row(machine, 1, BLOCK_HEADS=block_heads)
 
 
-def sample_schedules(vocab: int, target: str) -> Iterator[Schedule]:
+def sample_schedules(vocab: int, machine: str) -> Iterator[Schedule]:
     """Yield schedules of sampling: one program a sequence, large blocks of the vocabulary."""
-    yield from _row(target, 16, BLOCK_V=min(power_of_two(vocab), 8192))
+    yield from _row(machine, 16, BLOCK_V=min(power_of_two(vocab), 8192))
 
 
-def step_schedules(block: str, target: str) -> Iterator[Schedule]:
+def step_schedules(block: str, machine: str) -> Iterator[Schedule]:
     """Yield schedules of the tiny kernels that prepare a step's inputs."""
-    yield from _row(target, 1, **{block: 256})
+    yield from _row(machine, 1, **{block: 256})
