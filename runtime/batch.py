@@ -12,13 +12,12 @@ import torch
 
 from treadle.runtime.request import SamplingParams
 from treadle.runtime.scheduler import StepPlan
-from treadle.runtime.state import DeviceState
+from treadle.runtime.state import PADDING_ROW, DeviceState
 
 # Mirrors are copied while the host goes on: a mirror is written again only this many steps later,
 # when the step that read it is known to be complete. One more than the steps in flight.
 RING_SIZE = 3
-PENDING_TOKEN = -1
-PADDING_ROW = -1
+PENDING_TOKEN = -1  # of a token that the step before is still sampling
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 

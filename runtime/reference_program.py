@@ -37,7 +37,6 @@ class ReferenceProgram:
         weights: Mapping[str, torch.Tensor],
         packed: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self.graph = graph
         self._state = state
         self._weights = {f"@{name}": tensor for name, tensor in weights.items()}
         self._packed = {f"@{name}": tensor for name, tensor in (packed or {}).items()}

@@ -6,7 +6,7 @@ scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from treadle.runtime.config import EngineConfig
 # What the host writes for a step; all i32, so that one copy of one packed buffer brings all.
 PACKED_INPUTS: dict[str, TensorType] = {"seq_rows": TensorType((B,), "i32"), **STEP_INPUTS}
 ALIGNMENT = 64  # elements: each input starts at a multiple of 256 bytes
+PADDING_ROW = -1  # of the sequences that fill a bucket up
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,40 @@ class DeviceState:
     def cache_bytes(self) -> int:
         """The bytes of all pages."""
         return sum(k.nbytes + v.nbytes for k, v in self.caches.values())
+
+    # What follows stands in for the scheduler where programs are tried without one.
+
+    def fill_caches(self) -> None:
+        """Fill every page with random keys and values."""
+        for both in self.caches.values():
+            for cache in both:
+                cache.normal_()
+
+    def write_decode(self, num_seqs: int) -> None:
+        """Let the first rows decode in the next step; the rest of its bucket is padding."""
+        rows = self.tensors["seq_rows"]
+        rows.fill_(PADDING_ROW)
+        rows[:num_seqs] = torch.arange(num_seqs, dtype=rows.dtype)
+
+    def write_prompts(self, prompts: Sequence[Sequence[int]]) -> tuple[int, int]:
+        """Write a mixed step of whole prompts, one a row; give its tokens and sequences.
+
+        The rows' pages are left as they are.
+        """
+        inputs: dict[str, list[int]] = {name: [] for name in PACKED_INPUTS}
+        inputs["query_start"].append(0)
+        for row, prompt in enumerate(prompts):
+            count = len(prompt)
+            inputs["token_ids"] += prompt
+            inputs["positions"] += range(count)
+            inputs["token_seq"] += [row] * count
+            inputs["query_start"].append(inputs["query_start"][-1] + count)
+            inputs["context_lens"].append(count)
+            inputs["sample_index"].append(inputs["query_start"][-1] - 1)
+            inputs["seq_rows"].append(row)
+        for name, values in {**inputs, "length": inputs["context_lens"]}.items():
+            self.tensors[name][: len(values)] = torch.tensor(values, dtype=torch.int32)
+        return inputs["query_start"][-1], len(prompts)
 
 
 def cache_values(graph: Graph) -> tuple[Value, ...]:
@@ -87,7 +122,7 @@ def allocate_state(
         name: packed[offset : offset + PACKED_INPUTS[name].bound_shape(dims)[0]]
         for name, offset in offsets.items()
     }
-    tensors["seq_rows"].fill_(-1)
+    tensors["seq_rows"].fill_(PADDING_ROW)
     for name, type_ in ROW_STATE.items():
         shape, dtype = type_.bound_shape(dims), TORCH_DTYPES[type_.dtype]
         tensors[name] = torch.zeros(shape, dtype=dtype, device=device)

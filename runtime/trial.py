@@ -56,30 +56,13 @@ class Trial:
         table[:num_seqs, :pages] = order.view(num_seqs, pages).to(table.dtype)
         state.tensors["length"].fill_(context_tokens)
         state.tensors["last_token"].random_(0, 256)
-        rows = state.tensors["seq_rows"]
-        rows.fill_(-1)
-        rows[:num_seqs] = torch.arange(num_seqs, device=device, dtype=rows.dtype)
-        for both in state.caches.values():
-            for cache in both:
-                cache.normal_()
+        state.write_decode(num_seqs)
+        state.fill_caches()
 
     def fill_prompts(self, num_seqs: int, prompt_tokens: int) -> None:
         """Write a mixed step of whole prompts of random tokens."""
         self.fill(num_seqs, prompt_tokens)
-        state, device = self.state, self.state.packed.device
-        total = num_seqs * prompt_tokens
-        token = torch.arange(total, device=device, dtype=torch.int32)
-        starts = torch.arange(num_seqs + 1, device=device, dtype=torch.int32) * prompt_tokens
-        inputs = {
-            "token_ids": torch.randint(0, 256, (total,), device=device, dtype=torch.int32),
-            "positions": token % prompt_tokens,
-            "token_seq": token // prompt_tokens,
-            "query_start": starts,
-            "context_lens": torch.full_like(starts[1:], prompt_tokens),
-            "sample_index": starts[1:] - 1,
-        }
-        for name, values in inputs.items():
-            state.tensors[name][: len(values)] = values
+        self.state.write_prompts(torch.randint(0, 256, (num_seqs, prompt_tokens)).tolist())
 
 
 def random_weights(

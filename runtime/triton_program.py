@@ -51,6 +51,8 @@ def allocate_workspace(plan: Plan, device: torch.device) -> Workspace:
 class TritonProgram:
     """Launch a program's kernels. Every argument but the sizes is bound once.
 
+    `values` are what its ops produce, `tensors` all that they touch but the caches, by the graph's
+    names.
     Raises: ArtifactError: a kernel's module is missing.
     """
 
@@ -66,7 +68,7 @@ class TritonProgram:
     ) -> None:
         self.plan = plan
         self.values = _place_values(plan, graph, workspace.arena, dims)
-        tensors = {
+        self.tensors = {
             **state.tensors,
             **{f"@{name}": tensor for name, tensor in weights.items()},
             **self.values,
@@ -93,7 +95,7 @@ class TritonProgram:
                 elif kind in ("keys", "values"):
                     bound.append(state.caches[name][kind == "values"])
                 else:
-                    bound.append(tensors[name])
+                    bound.append(self.tensors[name])
             by_token = tuple(size == "T" for size in sizes)
             self._launches.append((f"{launch.op}: {launch.kernel}", function, bound, by_token))
 

@@ -1,15 +1,14 @@
 """Prove a model: each kernel against the reference of its op, each layer against transformers.
 
 A step is played launch by launch. Before each, its results are poisoned and the op's reference is
-computed from the very tensors the kernel will read; after it, results and state are compared. Called
-by `verify` and by tests; works on every target.
+computed from the very tensors the kernel will read; after it, results and state are compared.
+Called by the command `verify` and by tests; works on every target.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,17 +16,15 @@ from transformers import AutoModelForCausalLM
 
 from treadle.ir import ops
 from treadle.ir.graph import Graph, Op
-from treadle.kernels import reference
 from treadle.kernels.dtypes import TORCH_DTYPES
 from treadle.runtime.checkpoint import Checkpoint
 from treadle.runtime.loading import LoadedArtifact
-from treadle.runtime.reference_program import ReferenceProgram
-from treadle.runtime.state import PACKED_INPUTS, DeviceState
+from treadle.runtime.reference_program import ReferenceProgram, reference_call
+from treadle.runtime.state import DeviceState
 from treadle.runtime.triton_program import TritonProgram
 
 # Relative error of a result's norm that its compute dtype explains: a few rounding steps.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 1e-2}
-POISON = float("nan")
 
 
 @dataclass(frozen=True)
@@ -47,20 +44,11 @@ class OpCheck:
 
 
 def verify_program(
-    program: TritonProgram,
-    graph: Graph,
-    state: DeviceState,
-    weights: Mapping[str, torch.Tensor],
-    num_tokens: int,
-    num_seqs: int,
+    program: TritonProgram, graph: Graph, state: DeviceState, num_tokens: int, num_seqs: int
 ) -> Iterator[OpCheck]:
     """Play a step whose inputs lie in the state and yield a check per result, in launch order."""
     dims = {**state.dims, "T": num_tokens, "B": num_seqs}
-    tensors = {
-        **state.tensors,
-        **{f"@{name}": tensor for name, tensor in weights.items()},
-        **program.values,
-    }
+    tensors = program.tensors
     for index, op in enumerate(graph.ops):
         expected, expected_state = _reference(op, graph, tensors, state, dims)
         for name in op.outputs:
@@ -129,35 +117,23 @@ def load_transformers(checkpoint: Checkpoint) -> Any:
     return AutoModelForCausalLM.from_pretrained(str(path), **options).eval()
 
 
-def prepare_prompt(loaded: LoadedArtifact, prompts: Sequence[Sequence[int]]) -> tuple[int, int]:
+def prepare_prompts(loaded: LoadedArtifact, prompts: Sequence[Sequence[int]]) -> tuple[int, int]:
     """Write a mixed step of whole prompts to the state; give its tokens and sequences."""
-    state = loaded.state
     page_size = loaded.artifact.manifest.engine.page_size
-    inputs: dict[str, list[int]] = {name: [] for name in PACKED_INPUTS}
-    inputs["query_start"].append(0)
+    block_table = loaded.state.tensors["block_table"]
     next_page = 0
     for row, prompt in enumerate(prompts):
-        count = len(prompt)
-        inputs["token_ids"] += prompt
-        inputs["positions"] += range(count)
-        inputs["token_seq"] += [row] * count
-        inputs["query_start"].append(inputs["query_start"][-1] + count)
-        inputs["context_lens"].append(count)
-        inputs["sample_index"].append(inputs["query_start"][-1] - 1)
-        inputs["seq_rows"].append(row)
-        # One page more than the prompt fills: a decode step may follow.
-        pages = torch.arange(next_page, next_page + count // page_size + 1, dtype=torch.int32)
-        state.tensors["block_table"][row, : len(pages)] = pages.flip(0).to(state.packed.device)
-        state.tensors["length"][row] = count
-        next_page += len(pages)
-    for name, values in inputs.items():
-        state.tensors[name][: len(values)] = torch.tensor(values, dtype=torch.int32)
-    return inputs["query_start"][-1], len(prompts)
+        # Room for one token more: a decode step may follow.
+        pages = range(next_page, next_page + len(prompt) // page_size + 1)
+        # Not in order, so that a kernel that ignores the table is found out.
+        block_table[row, : len(pages)] = torch.tensor(pages[::-1], dtype=block_table.dtype)
+        next_page = pages.stop
+    return loaded.state.write_prompts(prompts)
 
 
 def _play_prompt(loaded: LoadedArtifact, prompt: Sequence[int]) -> dict[str, torch.Tensor]:
     """Run the prompt as one mixed step and keep the stream after each layer, and the logits."""
-    num_tokens, num_seqs = prepare_prompt(loaded, [prompt])
+    num_tokens, num_seqs = prepare_prompts(loaded, [prompt])
     bucket = min(b for step, b in loaded.programs if step == "mixed" and b >= num_tokens)
     program = loaded.programs["mixed", bucket]
     graph = loaded.graphs["mixed"]
@@ -199,7 +175,7 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _poison(tensor: torch.Tensor) -> None:
-    tensor.fill_(POISON) if tensor.is_floating_point() else tensor.fill_(-(2**30))
+    tensor.fill_(float("nan") if tensor.is_floating_point() else -(2**30))
 
 
 def _bound(tensor: torch.Tensor, graph: Graph, name: str, dims: Mapping[str, int]) -> torch.Tensor:
@@ -223,15 +199,15 @@ def _reference(
     """Compute an op's results and the state it should leave, without touching either."""
     env: dict[str, torch.Tensor] = {}
     changed: dict[str, torch.Tensor] = {}
-    body = op.body or (op,)
-    for inner in body:
+    for inner in op.plain:
         definition = ops.lookup(inner.kind)
         operands: list[torch.Tensor] = []
         for operand, name in zip(definition.operands, inner.inputs, strict=False):
             if name in state.caches:
                 both = _state_tensor(name, tensors, state).clone()
-                changed |= {name: both} if operand in definition.mutates else {}
-                operands += [both[0], both[1]]
+                if operand in definition.mutates:
+                    changed[name] = both
+                operands += both.unbind()
                 continue
             value = env[name] if name in env else tensors[name]
             if name not in env and not name.startswith("@"):
@@ -241,12 +217,10 @@ def _reference(
                 changed[name] = value
             # The reference of a chain rounds once, at its end, as a fused kernel does.
             is_value = value.is_floating_point() and not name.startswith("@")
-            operands.append(value.float() if is_value and len(body) > 1 else value)
-        function = getattr(reference, inner.kind)
-        accepted = inspect.signature(function).parameters
-        options = {k: v for k, v in asdict(inner.params).items() if k in accepted}
+            operands.append(value.float() if is_value and len(op.plain) > 1 else value)
+        function, options = reference_call(inner)
         if "out_dtype" in options:
-            options["out_dtype"] = TORCH_DTYPES.get(options["out_dtype"], torch.float32)
+            options["out_dtype"] = options["out_dtype"] or torch.float32
         result = function(*operands, **options)
         results = result if isinstance(result, tuple) else (result,)
         env.update(zip(inner.outputs, results, strict=False))

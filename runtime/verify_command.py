@@ -5,9 +5,8 @@ Called by the command line only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
@@ -21,13 +20,14 @@ from treadle.runtime.verify import (
     HINTS,
     LayerCheck,
     OpCheck,
-    prepare_prompt,
+    prepare_prompts,
     verify_layers,
     verify_program,
 )
 
 # Lengths on and around page edges, and one that a chunk of the smallest bucket does not hold.
 PROMPT_LENGTHS = (1, 15, 16, 17, 33)
+NUM_PAGES = 96  # more than these prompts fill, of the smallest pages
 
 
 def run_verify(source: str, target: str, kernels_only: bool, progress: str, as_json: bool) -> None:
@@ -37,7 +37,7 @@ def run_verify(source: str, target: str, kernels_only: bool, progress: str, as_j
     """
     path = artifact_of(source, target, progress)
     with Progress(progress) as shown, shown.phases() as report:
-        loaded = load_artifact(path, ServeOptions(num_pages=_pages(path)), report)
+        loaded = load_artifact(path, ServeOptions(num_pages=NUM_PAGES), report)
         launches = _verify_kernels(loaded, report)
         layers: list[LayerCheck] = []
         if not kernels_only:
@@ -56,25 +56,19 @@ def run_verify(source: str, target: str, kernels_only: bool, progress: str, as_j
     _raise_first(launches, layers)
 
 
-def _pages(path: Path) -> int:
-    """Give pages enough for the prompts that are checked, and no more."""
-    return 4 * len(PROMPT_LENGTHS) + 64
-
-
 def _prompt(loaded: LoadedArtifact, length: int) -> list[int]:
     generator = torch.Generator().manual_seed(length)
     vocab_size = int(loaded.checkpoint.config["vocab_size"])
     return torch.randint(0, vocab_size, (length,), generator=generator).tolist()
 
 
-def _verify_kernels(loaded: LoadedArtifact, report: object) -> list[OpCheck]:
+def _verify_kernels(loaded: LoadedArtifact, report: Callable[[str], None]) -> list[OpCheck]:
     """Play prompts and a decode step through every program that launches kernels."""
     found: list[OpCheck] = []
     engine = loaded.artifact.manifest.engine
     for (step, bucket), program in loaded.programs.items():
         if not isinstance(program, TritonProgram):
             continue
-        assert callable(report), "a phase's reporter is called with its text"
         report(f"checking the {step} step of up to {bucket}")
         graph = loaded.graphs[program.plan.form]
         room = bucket if step == "mixed" else engine.max_step_tokens
@@ -83,26 +77,13 @@ def _verify_kernels(loaded: LoadedArtifact, report: object) -> list[OpCheck]:
             used = sum(map(len, prompts))
             if used + length <= room and len(prompts) < min(bucket, engine.max_rows):
                 prompts.append(_prompt(loaded, length))
-        sizes = prepare_prompt(loaded, prompts)
+        sizes = prepare_prompts(loaded, prompts)
         if step == "decode":
-            _fill_cache(loaded)
-            sizes = _decode_rows(loaded, len(prompts), bucket)
-        found += verify_program(program, graph, loaded.state, loaded.weights, *sizes)
+            loaded.state.fill_caches()
+            loaded.state.write_decode(len(prompts))
+            sizes = bucket, bucket
+        found += verify_program(program, graph, loaded.state, *sizes)
     return found
-
-
-def _fill_cache(loaded: LoadedArtifact) -> None:
-    for both in loaded.state.caches.values():
-        for cache in both:
-            cache.normal_()
-
-
-def _decode_rows(loaded: LoadedArtifact, num_prompts: int, bucket: int) -> tuple[int, int]:
-    """Let the prompts' rows decode, the rest of the bucket being padding."""
-    rows = loaded.state.tensors["seq_rows"]
-    rows.fill_(-1)
-    rows[:num_prompts] = torch.arange(num_prompts, dtype=rows.dtype)
-    return bucket, bucket
 
 
 def _print(launches: Sequence[OpCheck], layers: Sequence[LayerCheck]) -> None:

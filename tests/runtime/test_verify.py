@@ -1,0 +1,125 @@
+"""`verify` as a proof: it passes what is right, and names the kernel or the layer that is not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import make_llama
+from tests.runtime.serving import compile_tiny
+from treadle.runtime.artifact import MANIFEST, finish_manifest, read_manifest
+from treadle.runtime.loading import LoadedArtifact, ServeOptions, load_artifact
+from treadle.runtime.triton_program import TritonProgram
+from treadle.runtime.verify import OpCheck, prepare_prompts, verify_layers, verify_program
+
+NUM_PAGES = 16
+
+
+def load(artifact: Path) -> LoadedArtifact:
+    return load_artifact(artifact, ServeOptions(num_pages=NUM_PAGES))
+
+
+def compile_kernels(tmp_path: Path, seed: int) -> Path:
+    """Compile a model of one layer and two rows: the interpreter takes its time."""
+    model = make_llama(tmp_path / "model", seed=seed % 1000, num_layers=1)
+    return compile_tiny(
+        model, tmp_path / "artifact", target="interpret", max_rows=2, max_step_tokens=16
+    )
+
+
+def check(loaded: LoadedArtifact, step: str, bucket: int, seed: int) -> list[OpCheck]:
+    """Check a step of two random prompts, or of the tokens that follow them."""
+    generator = random.Random(seed)
+    program = loaded.programs[step, bucket]
+    assert isinstance(program, TritonProgram), "the target has kernels"
+    prompts = [[generator.randrange(320) for _ in range(length)] for length in (9, 5)]
+    sizes = prepare_prompts(loaded, prompts[:bucket])
+    if step == "decode":
+        loaded.state.fill_caches()
+        loaded.state.write_decode(len(prompts[:bucket]))
+        sizes = (bucket, bucket)
+    return list(verify_program(program, loaded.graphs[program.plan.form], loaded.state, *sizes))
+
+
+def edit_kernel(artifact: Path, name: str, edit: Callable[[str], str]) -> None:
+    """Change the text of the kernels of a name, and let the artifact pass for whole."""
+    paths = list((artifact / "kernels").glob(f"{name}.*.py"))
+    assert paths, f"there is no kernel {name}"
+    for path in paths:
+        text = path.read_text()
+        assert edit(text) != text, f"nothing changes in {path.name}"
+        path.write_text(edit(text))
+    manifest = read_manifest(artifact)
+    (artifact / MANIFEST).unlink()
+    finish_manifest(artifact, manifest)
+
+
+@pytest.mark.parametrize(("step", "bucket"), [("mixed", 16), ("decode", 1), ("decode", 2)])
+def test_every_kernel_of_a_sound_model_passes(
+    tmp_path: Path, rng_seed: int, step: str, bucket: int
+) -> None:
+    loaded = load(compile_kernels(tmp_path, rng_seed))
+    checks = check(loaded, step, bucket, rng_seed)
+    assert [each for each in checks if not each.passed] == []
+    form = next(p.form for p in loaded.plan.programs if (p.step, p.bucket) == (step, bucket))
+    produced = {name for op in loaded.graphs[form].ops for name in op.outputs}
+    changed = {each.result for each in checks} - produced
+    assert produced <= {each.result for each in checks}
+    assert changed == (
+        {"kv.0", "last_token", "length"} if step == "decode" else {"kv.0", "last_token"}
+    )
+
+
+def test_a_wrong_kernel_fails_under_the_name_of_its_op(tmp_path: Path, rng_seed: int) -> None:
+    artifact = compile_kernels(tmp_path, rng_seed)
+    edit_kernel(artifact, "rms_norm", lambda text: text.replace("EPS=1e-0", "EPS=1e+0"))
+    failed = [each for each in check(load(artifact), "mixed", 16, rng_seed) if not each.passed]
+    # Others read its wrong result, and are right about it.
+    assert {each.op for each in failed} == {
+        "layers.0.input_layernorm",
+        "layers.0.post_attention_layernorm",
+    }
+    assert {each.kernel.partition(".")[0] for each in failed} == {"rms_norm"}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # the poison is read by all that follow
+def test_a_kernel_that_does_nothing_is_the_first_to_fail(tmp_path: Path, rng_seed: int) -> None:
+    artifact = compile_kernels(tmp_path, rng_seed)
+    edit_kernel(
+        artifact, "embed", lambda text: text.replace(") -> None:", ") -> None:\n    return")
+    )
+    failed = [each for each in check(load(artifact), "mixed", 16, rng_seed) if not each.passed]
+    assert failed[0].op == "embedded"
+
+
+def test_a_kernel_that_spoils_the_cache_fails(tmp_path: Path, rng_seed: int) -> None:
+    artifact = compile_kernels(tmp_path, rng_seed)
+    edit_kernel(artifact, "rope_kv_write", lambda text: text.replace("PAGE_SIZE=16", "PAGE_SIZE=8"))
+    failed = [each for each in check(load(artifact), "mixed", 16, rng_seed) if not each.passed]
+    assert [(each.op, each.result) for each in failed] == [("layers.0.q_rope", "kv.0")]
+
+
+def load_layers(tmp_path: Path, seed: int) -> LoadedArtifact:
+    model = make_llama(tmp_path / "model", seed=seed % 1000, num_layers=4)
+    return load(compile_tiny(model, tmp_path / "artifact"))
+
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
+
+
+def test_every_layer_of_a_sound_model_passes(tmp_path: Path, rng_seed: int) -> None:
+    checks = list(verify_layers(load_layers(tmp_path, rng_seed), PROMPT))
+    assert [each.layer for each in checks] == ["layer 0", "layer 1", "layer 2", "logits"]
+    assert all(each.passed for each in checks), checks
+
+
+def test_the_first_layer_that_departs_is_the_one_whose_weight_was_changed(
+    tmp_path: Path, rng_seed: int
+) -> None:
+    loaded = load_layers(tmp_path, rng_seed)
+    loaded.weights["layers.1.post_attention_layernorm"].mul_(1.5)
+    checks = list(verify_layers(loaded, PROMPT))
+    assert [each.passed for each in checks] == [True, False, False, False], checks
