@@ -156,6 +156,8 @@ def _fuse_follower(graph: Graph, rule: str, follower_kind: str) -> Result:
             for op in candidates
             if op is not None
             and any(inner.kind == "linear" for inner in op.plain)
+            # An epilogue adds one residual: a second add is better off with another linear.
+            and not any(inner.kind == "add" for inner in op.plain)
             and graph.single_use(op.outputs[0]) is follower
         ]
         if not linears:

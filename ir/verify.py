@@ -16,7 +16,7 @@ def verify(graph: Graph, stage: str) -> None:
     """Check names, types and the stage's form.
 
     Stage `authored`: plain ops only. Stage `partly fused`: fused ops stand beside plain ones of any
-    role. Stage `fused`: no `view` or `pointwise` op stands outside a body. At every stage a body
+    role. Stage `fused`: no `view` op stands outside a body. At every stage a body
     has exactly one anchor, or is made of row ops.
 
     Raises: SpecError, ShapeError: the rule, the op and what breaks it.
@@ -30,7 +30,7 @@ def verify(graph: Graph, stage: str) -> None:
             if stage == "authored":
                 raise SpecError(f"`{op.name}`: a fused op in an authored graph.")
             _verify_body(graph, op)
-        elif stage == "fused" and ops.lookup(op.kind).role in ("view", "pointwise"):
+        elif stage == "fused" and ops.lookup(op.kind).role == "view":
             raise SpecError(
                 f"`{op.name}`: the {op.kind} was not fused, and no kernel covers it alone."
             )

@@ -27,6 +27,7 @@ from treadle.kernels.schedule import (
     embed_schedules,
     matmul_choices,
     norm_schedules,
+    pointwise_schedules,
     rope_kv_write_schedules,
     sample_schedules,
     step_schedules,
@@ -395,6 +396,27 @@ def _lower_embed(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
         yield Candidate("embed", "embed", shape, schedule, arguments)
 
 
+def _lower_add(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    """Lower an add that no linear took into its epilogue."""
+    width = graph.type_of(op.outputs[0]).size(-1)
+    shape: dict[str, Fact] = {"WIDTH": width, "OP": "add"}
+    rows = _leading(graph, op, op.outputs[0])
+    arguments = _plain_arguments(op, ("y",), num_tokens=rows)
+    for schedule in pointwise_schedules(width, where.machine):
+        yield Candidate("add", "pointwise", shape, schedule, arguments)
+
+
+def _lower_glu(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    """Lower a gated activation that no linear took into its epilogue."""
+    width = graph.type_of(op.outputs[0]).size(-1)
+    params = op.params
+    shape: dict[str, Fact] = {"WIDTH": width, "ACT": params.act, "INTERLEAVE": params.interleave}
+    rows = _leading(graph, op, op.outputs[0])
+    arguments = _plain_arguments(op, ("y",), num_tokens=rows)
+    for schedule in pointwise_schedules(width, where.machine):
+        yield Candidate("glu", "glu", shape, schedule, arguments)
+
+
 def _lower_sample(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
     vocab = graph.type_of(op.inputs[0]).size(1)
     arguments = _plain_arguments(op, ("tokens",), num_seqs="B")
@@ -419,6 +441,8 @@ _LOWERINGS: dict[str, Callable[[Op, Graph, Situation], Iterator[Candidate]]] = {
     "attention": _lower_attention,
     "kv_write": _lower_kv_write,
     "rms_norm": _lower_norm,
+    "add": _lower_add,
+    "glu": _lower_glu,
     "embed": _lower_embed,
     "sample": _lower_sample,
     "advance": _lower_advance,

@@ -321,6 +321,11 @@ def embed_schedules(hidden: int, machine: str) -> Iterator[Schedule]:
     yield from _row(machine, 4, BLOCK_E=min(power_of_two(hidden), 1024))
 
 
+def pointwise_schedules(width: int, machine: str) -> Iterator[Schedule]:
+    """Yield schedules of a pointwise op: one row, or a part of it, a program."""
+    yield from _row(machine, 4, BLOCK_F=min(power_of_two(width), 1024))
+
+
 def rope_kv_write_schedules(shape: Mapping[str, object], machine: str) -> Iterator[Schedule]:
     """Yield schedules of rope and append: a few heads a program."""
     heads = int(str(shape["NUM_HEADS"])) + 2 * int(str(shape["NUM_KV_HEADS"]))

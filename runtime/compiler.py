@@ -131,6 +131,8 @@ def compile_model(
     report(f"reading {source}")
     checkpoint = open_checkpoint(source)
     config = read_config(checkpoint.config)
+    if config.unknown_keys:
+        report(f"config keys that nothing reads: {', '.join(config.unknown_keys)}")
     engine = engine_config(config, options)
     manifest = _manifest(checkpoint, config, engine, options)
     if artifacts.is_artifact(out):
@@ -255,11 +257,12 @@ def _manifest(
 
 @cache
 def source_fingerprint() -> str:
-    """Give one hash over Treadle's own source: a changed compiler makes artifacts anew."""
+    """Give one hash over Treadle's own source and tuned tables: both decide what is emitted."""
     root = Path(treadle.__file__).parent
     digest = hashlib.sha256()
     for folder in ("ir", "kernels", "models", "runtime"):
-        for file in sorted((root / folder).rglob("*.py")):
+        files = [file for suffix in ("*.py", "*.json") for file in (root / folder).rglob(suffix)]
+        for file in sorted(files):
             digest.update(str(file.relative_to(root)).encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -302,13 +302,17 @@ class _Answer:
     finish_reason: FinishReason | None = None
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        async for delta in self.generation:
-            if self.completion_tokens == 0 and delta.usage.completion_tokens:
-                self.metrics.first_token_s.observe(time.monotonic() - self.start_s)
-            self.completion_tokens = delta.usage.completion_tokens
-            if delta.finish_reason is not None:
-                self._end(delta.finish_reason)
-            yield delta
+        try:
+            async for delta in self.generation:
+                if self.completion_tokens == 0 and delta.usage.completion_tokens:
+                    self.metrics.first_token_s.observe(time.monotonic() - self.start_s)
+                self.completion_tokens = delta.usage.completion_tokens
+                if delta.finish_reason is not None:
+                    self._end(delta.finish_reason)
+                yield delta
+        except TreadleError:
+            self._end(FinishReason.ERROR)
+            raise
 
     def close(self) -> None:
         """Give up what nobody waits for any more."""

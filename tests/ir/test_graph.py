@@ -81,6 +81,19 @@ def test_a_residual_read_twice_is_not_fused_and_the_reason_is_kept() -> None:
     assert all("only reader" in refusal.reason for refusal in refusals)
 
 
+def test_each_linear_takes_one_residual_at_most() -> None:
+    b = GraphBuilder("parallel", step="mixed", dtype="f32", page_size=16)
+    x = b.embed(b.weight("embed", "embed", 32, 16))
+    attended = b.linear(x, b.weight("a", "a", 16, 16), name="attended")
+    fed = b.linear(x, b.weight("m", "m", 16, 16), name="fed")
+    total = b.add(b.add(x, attended, name="first"), fed, name="second")
+    graph = b.finish(b.linear(b.last_rows(total), b.weight("h", "h", 32, 16), out_dtype="f32"))
+    fused, refusals = fuse.fuse_residual(graph)
+    assert not refusals
+    kernels = {op.name: [inner.kind for inner in op.body] for op in fused.ops if op.body}
+    assert kernels == {"first": ["linear", "add"], "second": ["linear", "add"]}
+
+
 def test_ops_that_touch_the_same_state_stay_in_order() -> None:
     graph = toy_graph("decode")
     write = next(op for op in graph.ops if op.kind == "kv_write")

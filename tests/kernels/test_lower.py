@@ -174,12 +174,27 @@ def test_a_kind_without_a_template_is_refused_by_name() -> None:
     message = refusal(
         """graph odd {
           input x: f32[T, 16]
-          input y: f32[T, 16]
-          total: f32[T, 16] = add(x, y)
-          return total
+          input index: i32[B]
+          last: f32[B, 16] = gather_rows(x, index)
+          return last
         }"""
     )
-    assert "`total`, of kind add" in message and "Templates exist for" in message
+    assert "`last`, of kind gather_rows" in message and "Templates exist for" in message
+
+
+def test_a_pointwise_op_that_no_linear_took_gets_a_kernel_of_its_own() -> None:
+    graph = parse_graph(
+        """graph odd {
+          input x: f32[T, 16]
+          input y: f32[T, 16]
+          total: f32[T, 16] = add(x, y)
+          gated: f32[T, 8] = glu(total; act='silu', interleave=0)
+          return gated
+        }"""
+    )
+    where = situation("mixed", "cuda", "sm_90", 16)
+    templates = [next(lower(op, graph, where)).template for op in graph.ops]
+    assert templates == ["pointwise", "glu"]
 
 
 def test_a_norm_folded_into_a_linear_is_refused_for_many_tokens() -> None:
