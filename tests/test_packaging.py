@@ -223,4 +223,4 @@ def test_a_second_make_installs_nothing() -> None:
     environment = {name: text for name, text in os.environ.items() if "MAKE" not in name}
     # -q: 0 when there is nothing to do, 1 when something would be done.
     asked = subprocess.run(["make", "-q", "env"], cwd=ROOT, env=environment)
-    assert asked.returncode == 0
+    assert asked.returncode == 0, "the environment is older than its pins: run `make env`"
