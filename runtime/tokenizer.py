@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -134,11 +136,12 @@ class Tokenizer:
             hf_tokenizer = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False, **options
             )
-        # The library reports missing, damaged and unknown tokenizers through all of these.
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        # The libraries report missing, damaged and unknown tokenizers through errors of all kinds,
+        # the backend through a bare Exception; some of the texts have several lines.
+        except Exception as error:
             raise CheckpointError(
                 f"Expected a tokenizer that transformers can load from {path}: "
-                f"{type(error).__name__}: {error}",
+                f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}.",
                 remedy="A folder needs tokenizer.json and tokenizer_config.json.",
             ) from error
         if kind == "gguf":
@@ -148,8 +151,18 @@ class Tokenizer:
         return cls(hf_tokenizer, eos_token_ids=ends)
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer as a Hugging Face folder, which loads in a moment."""
-        self._hf.save_pretrained(str(folder))
+        """Write the tokenizer as a Hugging Face folder, which loads in a moment.
+
+        Raises: OSError: it can't be written.
+        """
+        try:
+            self._hf.save_pretrained(str(folder))
+        except Exception as error:
+            # The backend's errors of the system have no class of their own, only this in the text.
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            if isinstance(error, OSError) or number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Turn text into token ids. Special tokens written out in the text become those tokens.

@@ -30,6 +30,7 @@ from treadle.runtime import commands, compiler, machine
 from treadle.runtime.artifact import MANIFEST
 from treadle.runtime.engine import Engine
 from treadle.runtime.loading import ServeOptions, load_model
+from treadle.runtime.tokenizer import Tokenizer
 from treadle.server import commands as server_commands
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -189,6 +190,28 @@ def test_codes_of_quantised_weights_are_refused(
     change_tensors(model, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
     word = str(dtype).removeprefix("torch.")
     refused(compile_command(model, model.parent / "out"), 1, f"`{name}`", word, "GGUF")
+
+
+LOOM = {"type": "loom"}  # a kind that no tokenizer is of
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda model: (model / "tokenizer.json").unlink(),
+        lambda model: os.truncate(model / "tokenizer.json", 3000),
+        lambda model: edit_json(model / "tokenizer.json", {"model": LOOM}),
+        lambda model: edit_json(model / "tokenizer.json", {"decoder": LOOM}),
+        lambda model: os.truncate(model / "tokenizer_config.json", 50),
+    ],
+    ids=["missing", "truncated", "of an unknown model", "of an unknown decoder", "config"],
+)
+def test_a_tokenizer_that_can_not_be_loaded_is_told_when_text_is_asked_for(
+    damage: Callable[[Path], object], model: Path, tmp_path: Path, refused: Refused
+) -> None:
+    damage(model)
+    assert cli.run(compile_command(model, tmp_path / "artifact")) == 0
+    refused(generate_command(tmp_path / "artifact"), 1, f"from {model}: ", "tokenizer.json")
 
 
 def test_a_weight_that_is_not_a_number_is_named(
@@ -411,6 +434,20 @@ def test_a_disk_that_fills_up_leaves_what_was_there(
 
     monkeypatch.setattr(Path, "write_text", write_half)
     refused(compile_command(model, out), 3, f"{out}: No space left on device", "-o")
+
+
+def test_a_disk_that_fills_up_with_the_tokenizer_leaves_what_was_there(
+    model: Path, out: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Tokenizer.save
+
+    def save_on_full_disk(self: Tokenizer, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "tokenizer.json").symlink_to("/dev/full")
+        save(self, folder)
+
+    monkeypatch.setattr(Tokenizer, "save", save_on_full_disk)
+    refused(compile_command(model, out), 3, f"{out}: No space left on device")
 
 
 def test_a_disk_too_full_for_a_folder_leaves_what_was_there(
