@@ -17,7 +17,7 @@ from treadle.ir.errors import LoweringError
 from treadle.ir.graph import Graph, Op
 from treadle.ir.types import DTYPE_BYTES
 from treadle.kernels.emit import Fact, Header, Hooks, emit_module, read_template
-from treadle.kernels.epilogue import FusedLinear, lower_linear
+from treadle.kernels.epilogue import TILES, FusedLinear, lower_linear
 from treadle.kernels.schedule import (
     INTERPRETER,
     Schedule,
@@ -133,6 +133,22 @@ def lower(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
         raise LoweringError(
             f"No schedule fits `{op.name}`, of kind {anchor}, in {dict(where.dims)}."
         )
+
+
+# Templates that read the step's inputs before they wait for the kernel before them. That one must
+# let dependents start only once what it depends on has ended: then all that is older is complete.
+_EARLY_READERS: dict[str, frozenset[str]] = {
+    "rope_kv_write": frozenset(TILES),
+    "attention_decode": frozenset({"rope_kv_write"}),
+}
+
+
+def without_unsafe_pdl(candidate: Candidate, previous: str) -> Candidate:
+    """Give the candidate, without dependent launch where the template before it makes that unsafe."""
+    allowed = _EARLY_READERS.get(candidate.template)
+    if allowed is None or previous in allowed or not candidate.schedule["USE_PDL"]:
+        return candidate
+    return replace(candidate, schedule={**candidate.schedule, "USE_PDL": False})
 
 
 def _kernel_name(op: Op) -> str:

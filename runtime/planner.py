@@ -14,7 +14,7 @@ from typing import Any
 
 from treadle.ir.graph import Graph, Op, fingerprint
 from treadle.ir.memory import plan_buffers
-from treadle.kernels.lower import Candidate, Situation, lower
+from treadle.kernels.lower import Candidate, Situation, lower, without_unsafe_pdl
 from treadle.kernels.schedule import GEMV_ROWS
 from treadle.runtime.config import EngineConfig, decode_buckets, mixed_buckets
 from treadle.runtime.state import state_dims
@@ -160,8 +160,11 @@ class _Planner:
         dims = bucket_dims(self.engine, step, bucket)
         where = Situation(dims, step, self.engine.target, self.architecture)
         launches = []
+        previous = ""
         for op in graph.ops:
             candidate = self.choose(op, graph, where, lower(op, graph, where))
+            candidate = without_unsafe_pdl(candidate, previous)
+            previous = candidate.template
             text = candidate.emit()
             name = f"{candidate.name}.{fingerprint(text)}"
             self.modules[name] = text

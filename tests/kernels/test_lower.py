@@ -13,7 +13,7 @@ from treadle.ir.errors import LoweringError
 from treadle.ir.graph import Graph, Op
 from treadle.ir.pipeline import run_passes
 from treadle.ir.text import parse_graph
-from treadle.kernels.lower import Candidate, Situation, lower
+from treadle.kernels.lower import Candidate, Situation, lower, without_unsafe_pdl
 from treadle.kernels.schedule import GEMV_ROWS
 from treadle.models.config import from_hf
 from treadle.models.registry import build_graph
@@ -284,3 +284,15 @@ def test_an_append_without_ropes_is_refused_by_name() -> None:
         }"""
     )
     assert "`kv_write.kv.0`" in message and "found kv_write alone" in message
+
+
+def test_what_reads_early_is_not_launched_early_after_a_kernel_that_does_not_wait() -> None:
+    graph = fused_graph("decode", "plain", "bf16")
+    where = situation("decode", "cuda", "sm_90", 8)
+    op = next(op for op in graph.ops if op.kind == "attention")
+    attention = next(c for c in lower(op, graph, where) if c.schedule["USE_PDL"])
+    assert without_unsafe_pdl(attention, "rope_kv_write") is attention
+    assert not without_unsafe_pdl(attention, "norm").schedule["USE_PDL"]
+    norm = next(op for op in graph.ops if op.kind == "rms_norm")
+    early = next(c for c in lower(norm, graph, where) if c.schedule["USE_PDL"])
+    assert without_unsafe_pdl(early, "norm") is early

@@ -128,11 +128,10 @@ def attention_decode(
     # Scores are kept in units of log2: each exponential is then one exp2 of one multiply-add.
     SCALE_LOG2: tl.constexpr = SCALE * 1.4426950408889634
     if USE_PDL:
-        # Lengths, pages, queries and the newest K/V all come from earlier kernels of the step.
-        # Every program waits, so that this kernel can't end before the kernels it depends on.
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
+    # Rows, lengths and pages are older than the kernel before this one and can be read before the
+    # wait for it; the queries and the newest keys and values can't.
     table_row = tl.load(seq_rows_ptr + seq)
     context = tl.where(table_row < 0, 0, tl.load(context_lens_ptr + seq))
     chunk = tl.maximum(tl.cdiv(context, MAX_SPLITS), MIN_CHUNK_TOKENS)
@@ -149,15 +148,19 @@ def attention_decode(
     offsets = heads[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_H, BLOCK_D]
     q_ptr += (seq * NUM_HEADS + kv_head * GROUP_HEADS) * HEAD_DIM
     out_ptr += (seq * NUM_HEADS + kv_head * GROUP_HEADS) * HEAD_DIM
+    pages_ptr = block_table_ptr + table_row.to(tl.int64) * table_stride
+    # The page id of a tile is loaded one tile ahead: were it loaded for the same tile, the pipeline
+    # would need two of its stages to fetch one tile.
+    page = _load_page(pages_ptr, start, stop, PAGE_SIZE, BLOCK_TOKENS)
+    if USE_PDL:
+        # The first split of every sequence comes by here, so this kernel can't end before the
+        # kernels it depends on.
+        tl.extra.cuda.gdc_wait()
     q = tl.load(q_ptr + offsets, mask=mask, other=0.0)  # [BLOCK_H, BLOCK_D]
 
     best = tl.full((BLOCK_H,), float("-inf"), tl.float32)  # [BLOCK_H]
     total = tl.zeros((BLOCK_H,), tl.float32)  # [BLOCK_H]
     acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)  # [BLOCK_H, BLOCK_D]
-    pages_ptr = block_table_ptr + table_row.to(tl.int64) * table_stride
-    # The page id of a tile is loaded one tile ahead: were it loaded for the same tile, the pipeline
-    # would need two of its stages to fetch one tile.
-    page = _load_page(pages_ptr, start, stop, PAGE_SIZE, BLOCK_TOKENS)
     for tile_start in range(start, stop, BLOCK_TOKENS):
         tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
         live = tokens < stop  # [BLOCK_TOKENS]

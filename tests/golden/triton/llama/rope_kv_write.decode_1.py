@@ -89,8 +89,9 @@ def rope_kv_write(
     mask = (head < ALL_HEADS)[:, None] & (pair < HALF)[None, :]  # [BLOCK_HEADS, BLOCK_HALF]
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
+    # Positions, rows and pages are older than the kernel before this one, which lets no dependent
+    # start before what it depends on has ended: they are read before the wait for qkv.
     position = tl.load(positions_ptr + token)
     row = tl.load(seq_rows_ptr + tl.load(token_seq_ptr + token))
     # A token of padding owns no page: none of its keys and values is written.
@@ -106,6 +107,8 @@ def rope_kv_write(
     angle_ptr = cos_sin_ptr + position.to(tl.int64) * ROTARY_DIM
     cos = tl.load(angle_ptr + pair, mask=pair < HALF, other=0.0)[None, :]  # [1, BLOCK_HALF]
     sin = tl.load(angle_ptr + HALF + pair, mask=pair < HALF, other=0.0)[None, :]  # [1, BLOCK_HALF]
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
     head_ptr = qkv_ptr + head[:, None] * HEAD_DIM  # [BLOCK_HEADS, 1]
     a = tl.load(head_ptr + pair[None, :], mask=mask, other=0.0)  # [BLOCK_HEADS, BLOCK_HALF]
     b = tl.load(head_ptr + HALF + pair[None, :], mask=mask, other=0.0)  # [BLOCK_HEADS, BLOCK_HALF]
