@@ -144,7 +144,7 @@ _EARLY_READERS: dict[str, frozenset[str]] = {
 
 
 def without_unsafe_pdl(candidate: Candidate, previous: str) -> Candidate:
-    """Give the candidate, without dependent launch where the template before it makes that unsafe."""
+    """Give the candidate, without dependent launch where the template before it forbids that."""
     allowed = _EARLY_READERS.get(candidate.template)
     if allowed is None or previous in allowed or not candidate.schedule["USE_PDL"]:
         return candidate

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.golden import Golden
 from treadle.kernels.cross_compile import compile_many
 from treadle.models.config import from_hf
 from treadle.runtime import compiler, planner
 from treadle.runtime.binaries import jobs_of
 from treadle.runtime.config import EngineConfig
-
-from tests.golden import Golden
 
 # One layer of Llama-3.2-1B: two heads of it, as it were, would emit the same text.
 CONFIG = {
