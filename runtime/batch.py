@@ -14,15 +14,15 @@ from treadle.runtime.request import SamplingParams
 from treadle.runtime.scheduler import StepPlan
 from treadle.runtime.state import PADDING_ROW, DeviceState
 
-# Mirrors are copied while the host goes on: a mirror is written again only this many steps later,
-# when the step that read it is known to be complete. One more than the steps in flight.
+# Buffers are copied while the host goes on: one is used again only this many steps later, when the
+# step that copied it is known to be complete. One more than the steps in flight.
 RING_SIZE = 3
 PENDING_TOKEN = -1  # of a token that the step before is still sampling
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
-class _Ring:
-    """Hold a few host buffers of one shape, used in turn."""
+class HostRing:
+    """Hold a few host buffers like a device tensor, used in turn; pinned where that is on a GPU."""
 
     def __init__(self, like: torch.Tensor) -> None:
         pinned = like.is_cuda
@@ -32,6 +32,7 @@ class _Ring:
         self._next = 0
 
     def take(self) -> torch.Tensor:
+        """Give the buffer that was used longest ago, with what was left in it."""
         self._next = (self._next + 1) % RING_SIZE
         return self._buffers[self._next]
 
@@ -42,9 +43,9 @@ class BatchWriter:
     def __init__(self, state: DeviceState) -> None:
         self._state = state
         self._rings = {
-            name: _Ring(state.tensors[name]) for name in (*SAMPLING, "block_table", "seq_rows")
+            name: HostRing(state.tensors[name]) for name in (*SAMPLING, "block_table", "seq_rows")
         }
-        self._packed = _Ring(state.packed)
+        self._packed = HostRing(state.packed)
         self._mirror = {
             name: state.tensors[name].cpu().numpy().copy() for name in (*SAMPLING, "block_table")
         }

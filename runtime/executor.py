@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from treadle.runtime.batch import BatchWriter
+from treadle.runtime.batch import BatchWriter, HostRing
 from treadle.runtime.scheduler import StepPlan
 from treadle.runtime.state import DeviceState
 
@@ -26,7 +26,7 @@ class Program(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """The tokens of a step that may still be running."""
+    """Hold the tokens of a step that may still be running."""
 
     _tokens: torch.Tensor
     _count: int
@@ -53,13 +53,8 @@ class Executor:
         self._decode = dict(sorted(decode.items()))
         self._mixed = dict(sorted(mixed.items()))
         self._writer = BatchWriter(state)
-        self._is_cuda = state.packed.is_cuda
-        self._stream = torch.cuda.Stream() if self._is_cuda else None
-        self._fetched = [
-            torch.zeros(state.dims["B"], dtype=torch.int32, pin_memory=self._is_cuda)
-            for _ in range(3)
-        ]
-        self._steps = 0
+        self._stream = torch.cuda.Stream() if state.packed.is_cuda else None
+        self._fetched = HostRing(state.tensors["seq_rows"])  # a token per sequence
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Start a step and return without waiting for it (on the CPU it is done on return)."""
@@ -79,11 +74,10 @@ class Executor:
             self._writer.write_mixed(plan)
             bucket = _smallest(self._mixed, plan.num_tokens)
             values = self._mixed[bucket].run(plan.num_tokens, num_seqs)
-        self._steps += 1
-        fetched = self._fetched[self._steps % len(self._fetched)]
+        fetched = self._fetched.take()
         fetched[:num_seqs].copy_(values["tokens"][:num_seqs], non_blocking=True)
         done = None
-        if self._is_cuda:
+        if self._stream is not None:
             done = torch.cuda.Event()
             done.record()
         return StepResult(fetched, num_seqs, done)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from treadle.runtime.compiler import CompileOptions, compile_model
 from treadle.runtime.engine import Engine
@@ -13,23 +14,23 @@ from treadle.runtime.loading import ServeOptions, load_model
 from treadle.runtime.request import Delta, SamplingParams, collect
 
 
-def compile_tiny(model: Path, out: Path, **options: object) -> Path:
+def compile_tiny(model: Path, out: Path, **options: Any) -> Path:
     """Compile with small sizes; give the artifact's path."""
-    sizes: dict[str, object] = {
+    sizes: dict[str, Any] = {
         "target": "reference",
         "page_size": 16,
         "max_rows": 8,
         "max_step_tokens": 64,
         "dtype": "float32",
     }
-    compile_model(model, out, CompileOptions(**{**sizes, **options}))  # type: ignore[arg-type]
+    compile_model(model, out, CompileOptions(**{**sizes, **options}))
     return out
 
 
 @asynccontextmanager
-async def serving(artifact: Path, **options: object) -> AsyncIterator[Engine]:
+async def serving(artifact: Path, **options: Any) -> AsyncIterator[Engine]:
     """Start an engine on an artifact and close it at the end, checking that nothing leaked."""
-    chosen = ServeOptions(**options)  # type: ignore[arg-type]
+    chosen = ServeOptions(**options)
     engine = Engine("tiny", lambda report: load_model(artifact, chosen, report))
     await engine.start()
     try:
@@ -42,13 +43,11 @@ async def serving(artifact: Path, **options: object) -> AsyncIterator[Engine]:
         assert scheduler.pool.num_available == scheduler.pool.num_pages
 
 
-async def answer(engine: Engine, prompt: Sequence[int], **params: object) -> Delta:
+async def answer(engine: Engine, prompt: Sequence[int], **params: Any) -> Delta:
     """Give the whole answer to one prompt."""
-    return await collect(engine.submit(prompt, SamplingParams(**params)))  # type: ignore[arg-type]
+    return await collect(engine.submit(prompt, SamplingParams(**params)))
 
 
-async def answers(
-    engine: Engine, prompts: Sequence[Sequence[int]], **params: object
-) -> list[Delta]:
+async def answers(engine: Engine, prompts: Sequence[Sequence[int]], **params: Any) -> list[Delta]:
     """Give the whole answers to prompts that are submitted together."""
     return list(await asyncio.gather(*(answer(engine, prompt, **params) for prompt in prompts)))
