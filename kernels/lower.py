@@ -289,11 +289,11 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
     }
     if where.step != "decode":
         arguments = {**shared, "query_start": f"value:{query_start}", "num_tokens": "size:T"}
-        for schedule in attention_prefill_schedules(shape, where.dims, where.machine):
+        for schedule in attention_prefill_schedules(where.dims, where.machine):
             yield Candidate("attention_prefill", "attention_prefill", shape, schedule, arguments)
         return
     rows = where.dims["B"]
-    for schedule in attention_decode_schedules(shape, where.dims, where.machine):
+    for schedule in attention_decode_schedules(params.num_kv_heads, where.dims, where.machine):
         partials = rows * params.num_heads * int(schedule["MAX_SPLITS"])
         scratch = (
             Scratch("partial_out", "f32", partials * params.head_dim),
@@ -359,7 +359,7 @@ def _lower_kv_write(op: Op, graph: Graph, where: Situation) -> Iterator[Candidat
         **_cache(cache),
         "num_tokens": "size:T",
     }
-    for schedule in rope_kv_write_schedules(shape, where.machine):
+    for schedule in rope_kv_write_schedules(sum(split.params.sizes) // head_dim, where.machine):
         yield Candidate("rope_kv_write", "rope_kv_write", shape, schedule, arguments)
 
 

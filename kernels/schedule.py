@@ -242,13 +242,13 @@ def _matmul_tma(sizes: Sizes) -> Iterator[Schedule]:
 
 
 def attention_decode_schedules(
-    shape: Mapping[str, object], dims: Mapping[str, int], machine: str
+    num_kv_heads: int, dims: Mapping[str, int], machine: str
 ) -> Iterator[Schedule]:
     """Yield schedules of decode attention: more splits the fewer sequences fill the GPU."""
     if machine == INTERPRETER:
         yield _attention_decode(64, 2, 64, 4, 1, use_pdl=False)
         return
-    programs = dims["B"] * int(str(shape["NUM_KV_HEADS"]))
+    programs = dims["B"] * num_kv_heads
     longest = power_of_two(-(-dims["C"] // 128))
     splits = max(1, min(power_of_two(4 * NUM_MULTIPROCESSORS // programs), longest, 64))
     if programs <= NUM_MULTIPROCESSORS // 4:
@@ -275,9 +275,7 @@ def _attention_decode(
     }
 
 
-def attention_prefill_schedules(
-    shape: Mapping[str, object], dims: Mapping[str, int], machine: str
-) -> Iterator[Schedule]:
+def attention_prefill_schedules(dims: Mapping[str, int], machine: str) -> Iterator[Schedule]:
     """Yield schedules of prefill attention: query heads of one KV head share each tile of keys."""
     if machine == INTERPRETER:
         yield _attention_prefill(64, 64, 4, 1, pack_heads=True)
@@ -326,11 +324,10 @@ def pointwise_schedules(width: int, machine: str) -> Iterator[Schedule]:
     yield from _row(machine, 4, BLOCK_F=min(power_of_two(width), 1024))
 
 
-def rope_kv_write_schedules(shape: Mapping[str, object], machine: str) -> Iterator[Schedule]:
-    """Yield schedules of rope and append: a few heads a program."""
-    heads = int(str(shape["NUM_HEADS"])) + 2 * int(str(shape["NUM_KV_HEADS"]))
+def rope_kv_write_schedules(num_heads: int, machine: str) -> Iterator[Schedule]:
+    """Yield schedules of rope and append: a few of the heads of q, k and v a program."""
     if machine == INTERPRETER:
-        yield from _row(machine, 1, BLOCK_HEADS=power_of_two(heads))
+        yield from _row(machine, 1, BLOCK_HEADS=power_of_two(num_heads))
         return
     for block_heads in (4, 8, 2):
         yield from _row(machine, 1, BLOCK_HEADS=block_heads)
