@@ -35,10 +35,6 @@ class LoweringError(TreadleError):
     """No kernel template covers a fused op."""
 
 
-class ScheduleError(TreadleError):
-    """A schedule is illegal for its template, or does not fit the GPU."""
-
-
 class KernelError(TreadleError):
     """A kernel, which the message names, does not compile or run, or its result is wrong."""
 

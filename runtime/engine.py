@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from treadle.ir.errors import KernelError, QueueFullError, RequestError, TreadleError
 from treadle.runtime.executor import Executor, StepResult
@@ -62,6 +63,15 @@ class _Ending:
     reason: FinishReason
     stop_reason: str | int | None
     error: TreadleError | None = None
+
+
+class _News(NamedTuple):
+    """What the worker tells about a request: its next token, or its end, or both."""
+
+    request_id: str
+    token: int | None
+    cached_tokens: int
+    ending: _Ending | None
 
 
 class Generation:
@@ -246,7 +256,7 @@ class Engine:
             try:
                 self.model.scheduler.add(name, prompt, params)
             except TreadleError as error:
-                self._publish([(name, None, 0, _Ending(FinishReason.ERROR, None, error))])
+                self._publish([_News(name, None, 0, _Ending(FinishReason.ERROR, None, error))])
 
         self._send(add)
         return generation
@@ -282,18 +292,18 @@ class Engine:
     def _finish(self, name: str, reason: FinishReason, stop_reason: str | int | None) -> None:
         self.model.scheduler.finish(name, reason, stop_reason)
 
-    def _publish(self, news: list[tuple[str, int | None, int, _Ending | None]]) -> None:
+    def _publish(self, news: list[_News]) -> None:
         assert self._loop is not None, "the worker runs only after start()"
         self._loop.call_soon_threadsafe(self._deliver, news)
 
-    def _deliver(self, news: list[tuple[str, int | None, int, _Ending | None]]) -> None:
-        for name, token, cached_tokens, ending in news:
-            generation = self._generations.get(name)
+    def _deliver(self, news: list[_News]) -> None:
+        for each in news:
+            generation = self._generations.get(each.request_id)
             if generation is None:
                 continue
-            generation._push(token, cached_tokens, ending)
-            if ending is not None:
-                del self._generations[name]
+            generation._push(each.token, each.cached_tokens, each.ending)
+            if each.ending is not None:
+                del self._generations[each.request_id]
         if not self._generations:
             self._all_done.set()
 
@@ -349,7 +359,7 @@ class Engine:
         if events:
             self._publish([self._describe(event) for event in events])
 
-    def _describe(self, event: TokenEvent) -> tuple[str, int | None, int, _Ending | None]:
+    def _describe(self, event: TokenEvent) -> _News:
         sequence, token, reason = event
         name, cached_tokens = sequence.request_id, sequence.cached_tokens or 0
         if reason is FinishReason.ERROR:
@@ -358,9 +368,9 @@ class Engine:
                 f"{len(sequence.token_ids)}.",
                 remedy="Other requests go on. If it recurs, try --dtype bfloat16 or float32.",
             )
-            return name, None, cached_tokens, _Ending(reason, None, error)
+            return _News(name, None, cached_tokens, _Ending(reason, None, error))
         ending = _Ending(reason, sequence.stop_reason) if reason else None
-        return name, token, cached_tokens, ending
+        return _News(name, token, cached_tokens, ending)
 
     def _update_stats(self) -> None:
         scheduler = self.model.scheduler
@@ -392,7 +402,7 @@ class Engine:
         self.failure = fault
         self.phase = "failed"
         ending = _Ending(FinishReason.ERROR, None, fault)
-        self._publish([(name, None, 0, ending) for name in tuple(self._generations)])
+        self._publish([_News(name, None, 0, ending) for name in tuple(self._generations)])
 
 
 def _succeed(started: asyncio.Future[None]) -> None:

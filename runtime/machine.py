@@ -1,11 +1,10 @@
 """What this machine offers: the default target, the GPU, the versions.
 
-Called by the compiler, `serve` and `check-env`.
+Called by the compiler, the loader and benchmarks.
 """
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass
 
 import torch
@@ -21,20 +20,16 @@ class Machine:
 
     gpu: str
     architecture: str
-    memory_bytes: int
     torch: str = torch.__version__
     triton: str = triton.__version__
-    python: str = platform.python_version()
 
 
 def look() -> Machine:
     """Look at the machine."""
     if not torch.cuda.is_available():
-        return Machine("", "", 0)
+        return Machine("", "")
     properties = torch.cuda.get_device_properties(0)
-    return Machine(
-        properties.name, f"sm_{properties.major}{properties.minor}", properties.total_memory
-    )
+    return Machine(properties.name, f"sm_{properties.major}{properties.minor}")
 
 
 def choose_target(asked: str) -> str:

@@ -24,7 +24,10 @@ PLAN = "plan.json"
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Plan one launch: the op it computes, the kernel's module and what its `launch` takes."""
+    """Plan one launch: the op it computes, the kernel's module and what its `launch` takes.
+
+    `arguments` are written as in `kernels.lower.Candidate`.
+    """
 
     op: str
     kernel: str

@@ -41,7 +41,7 @@ def check_names(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
             if source not in present:
                 missing.append(part)
                 continue
-            expected = (rows, *(int(dim) for dim in weight.type.shape[1:]))  # type: ignore[arg-type]
+            expected = (rows, *weight.type.bound_shape({})[1:])
             found = checkpoint.shape(source)
             if tuple(found) != expected:
                 raise CheckpointError(
@@ -84,12 +84,11 @@ def load_weights(
     *,
     device: torch.device,
     max_context_tokens: int,
-    on_bytes: Callable[[int], None] = lambda count: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Mapping[str, torch.Tensor]:
     """Load every declared weight to `device`; weights of the same source share storage.
 
-    `on_bytes` is told each weight's bytes as it arrives; `warn` of what is odd and yet usable.
+    `warn` is told what is odd and yet usable.
     Raises: CheckpointError: see `check_names`; also a tensor that holds NaN.
     """
     weights = tuple(weights)
@@ -112,7 +111,6 @@ def load_weights(
                         remedy="Compile with a wider --dtype (bfloat16), or fetch the file again.",
                     )
             loaded[key] = arrange(parts, weight.interleave)
-            on_bytes(loaded[key].nbytes)
         result[weight.name] = loaded[key]
     return result
 

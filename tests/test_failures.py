@@ -288,7 +288,7 @@ def test_a_head_that_equals_the_tied_one_is_held_once(tmp_path: Path) -> None:
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, architecture: str, triton: str = "") -> None:
     """Let the machine have a GPU, as far as artifacts are checked against it."""
     found = machine.look()
-    gpu = machine.Machine("NVIDIA H200", architecture, 2**37, triton=triton or found.triton)
+    gpu = machine.Machine("NVIDIA H200", architecture, triton=triton or found.triton)
     monkeypatch.setattr(machine, "look", lambda: gpu)
     monkeypatch.setattr(machine, "device_of", lambda target: torch.device("cpu"))
 
