@@ -27,7 +27,7 @@ from treadle.runtime.binaries import launch_arguments
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.trial import Trial, make_trial, time_graph_ms
 from treadle.runtime.triton_program import GraphedProgram, allocate_workspace
-from treadle.runtime.verify import TOLERANCES
+from treadle.runtime.verify import TOLERANCES, relative_error
 
 ROUNDS = 15
 Report = Callable[[str], None]
@@ -242,8 +242,7 @@ class _Session:
         try:
             program = self._capture()
             found = self._logits(program)
-            wide = self.expected.double()
-            error = float((found.double() - wide).norm() / wide.norm())
+            error = relative_error(found, self.expected)
             if not error <= TOLERANCES[torch.bfloat16] * 3:
                 reason = f"wrong logits, relative error {error:.3g}"
                 return Timing(candidate.template, candidate.schedule, failure=reason)

@@ -61,6 +61,76 @@ def verify_program(
             yield _compare(op, kernel, name, value, _state_tensor(name, tensors, state))
 
 
+def _poison(tensor: torch.Tensor) -> None:
+    tensor.fill_(float("nan") if tensor.is_floating_point() else -(2**30))
+
+
+def _bound(tensor: torch.Tensor, graph: Graph, name: str, dims: Mapping[str, int]) -> torch.Tensor:
+    """Give the part of a buffer that a step of these dims uses."""
+    return tensor[: graph.types[name].bound_shape(dims)[0]]
+
+
+def _state_tensor(
+    name: str, tensors: Mapping[str, torch.Tensor], state: DeviceState
+) -> torch.Tensor:
+    return torch.stack(state.caches[name]) if name in state.caches else tensors[name]
+
+
+def _reference(
+    op: Op,
+    graph: Graph,
+    tensors: Mapping[str, torch.Tensor],
+    state: DeviceState,
+    dims: Mapping[str, int],
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Compute an op's results and the state it should leave, without touching either."""
+    env: dict[str, torch.Tensor] = {}
+    changed: dict[str, torch.Tensor] = {}
+    for inner in op.plain:
+        definition = ops.lookup(inner.kind)
+        operands: list[torch.Tensor] = []
+        for operand, name in zip(definition.operands, inner.inputs, strict=False):
+            if name in state.caches:
+                both = torch.stack(state.caches[name])
+                if operand in definition.mutates:
+                    changed[name] = both
+                operands += both.unbind()
+                continue
+            value = env[name] if name in env else tensors[name]
+            if name not in env and not name.startswith("@"):
+                value = _bound(value, graph, name, dims)
+            if operand in definition.mutates:
+                value = value.clone()
+                changed[name] = value
+            # The reference of a chain rounds once, at its end, as a fused kernel does.
+            is_value = value.is_floating_point() and not name.startswith("@")
+            operands.append(value.float() if is_value and len(op.plain) > 1 else value)
+        function, options = reference_call(inner)
+        if "out_dtype" in options:
+            options["out_dtype"] = options["out_dtype"] or torch.float32
+        result = function(*operands, **options)
+        results = result if isinstance(result, tuple) else (result,)
+        env.update(zip(inner.outputs, results, strict=False))
+    found = {name: env[name].to(TORCH_DTYPES[graph.types[name].dtype]) for name in op.outputs}
+    return found, changed
+
+
+def _compare(
+    op: Op, kernel: str, name: str, expected: torch.Tensor, found: torch.Tensor
+) -> OpCheck:
+    if not expected.is_floating_point():
+        error = float((expected != found.view_as(expected)).sum())
+        return OpCheck(op.name, kernel, name, error, 0.0)
+    error = relative_error(found.view_as(expected), expected)
+    return OpCheck(op.name, kernel, name, error, TOLERANCES[expected.dtype])
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Give the norm of the difference relative to the norm of what was expected."""
+    found, expected = found.double(), expected.double()
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
 # --- against transformers -----------------------------------------------------------------------
 
 LAYER_TOLERANCES = {"f32": 1e-3, "f16": 2e-2, "bf16": 5e-2}
@@ -101,9 +171,11 @@ def verify_layers(loaded: LoadedArtifact, prompt: Sequence[int]) -> Iterator[Lay
     # The last hidden state of transformers has passed the final norm: the logits stand for it.
     for layer in range(num_layers - 1):
         expected = output.hidden_states[layer + 1][0]
-        yield LayerCheck(f"layer {layer}", _error(found[f"layer {layer}"], expected), tolerance)
+        yield LayerCheck(
+            f"layer {layer}", relative_error(found[f"layer {layer}"], expected), tolerance
+        )
     expected = output.logits[0, -1:]
-    yield LayerCheck("logits", _error(found["logits"], expected), tolerance)
+    yield LayerCheck("logits", relative_error(found["logits"], expected), tolerance)
 
 
 def load_transformers(checkpoint: Checkpoint) -> Any:
@@ -165,75 +237,3 @@ def _keep(
             )
         elif name == "logits":
             kept["logits"] = values[name][:num_seqs].to("cpu", torch.float32, copy=True)
-
-
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
-# --- one launch ---------------------------------------------------------------------------------
-
-
-def _poison(tensor: torch.Tensor) -> None:
-    tensor.fill_(float("nan") if tensor.is_floating_point() else -(2**30))
-
-
-def _bound(tensor: torch.Tensor, graph: Graph, name: str, dims: Mapping[str, int]) -> torch.Tensor:
-    """Give the part of a buffer that a step of these dims uses."""
-    return tensor[: graph.types[name].bound_shape(dims)[0]]
-
-
-def _state_tensor(
-    name: str, tensors: Mapping[str, torch.Tensor], state: DeviceState
-) -> torch.Tensor:
-    return torch.stack(state.caches[name]) if name in state.caches else tensors[name]
-
-
-def _reference(
-    op: Op,
-    graph: Graph,
-    tensors: Mapping[str, torch.Tensor],
-    state: DeviceState,
-    dims: Mapping[str, int],
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Compute an op's results and the state it should leave, without touching either."""
-    env: dict[str, torch.Tensor] = {}
-    changed: dict[str, torch.Tensor] = {}
-    for inner in op.plain:
-        definition = ops.lookup(inner.kind)
-        operands: list[torch.Tensor] = []
-        for operand, name in zip(definition.operands, inner.inputs, strict=False):
-            if name in state.caches:
-                both = _state_tensor(name, tensors, state).clone()
-                if operand in definition.mutates:
-                    changed[name] = both
-                operands += both.unbind()
-                continue
-            value = env[name] if name in env else tensors[name]
-            if name not in env and not name.startswith("@"):
-                value = _bound(value, graph, name, dims)
-            if operand in definition.mutates:
-                value = value.clone()
-                changed[name] = value
-            # The reference of a chain rounds once, at its end, as a fused kernel does.
-            is_value = value.is_floating_point() and not name.startswith("@")
-            operands.append(value.float() if is_value and len(op.plain) > 1 else value)
-        function, options = reference_call(inner)
-        if "out_dtype" in options:
-            options["out_dtype"] = options["out_dtype"] or torch.float32
-        result = function(*operands, **options)
-        results = result if isinstance(result, tuple) else (result,)
-        env.update(zip(inner.outputs, results, strict=False))
-    found = {name: env[name].to(TORCH_DTYPES[graph.types[name].dtype]) for name in op.outputs}
-    return found, changed
-
-
-def _compare(
-    op: Op, kernel: str, name: str, expected: torch.Tensor, found: torch.Tensor
-) -> OpCheck:
-    if not expected.is_floating_point():
-        error = float((expected != found.view_as(expected)).sum())
-        return OpCheck(op.name, kernel, name, error, 0.0)
-    wide, other = expected.double(), found.view_as(expected).double()
-    error = float((other - wide).norm() / wide.norm().clamp(min=1e-30))
-    return OpCheck(op.name, kernel, name, error, TOLERANCES[expected.dtype])

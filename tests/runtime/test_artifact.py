@@ -10,6 +10,8 @@ import pytest
 
 from tests.checkpoints import make_llama
 from treadle.ir.errors import ArtifactError
+from treadle.kernels.tuned import Choice, TunedTable
+from treadle.runtime import compiler
 from treadle.runtime.artifact import (
     FORMAT,
     MANIFEST,
@@ -166,6 +168,28 @@ def test_compiling_twice_does_nothing_the_second_time_and_says_so(tmp_path: Path
     assert second.was_current and "building the graph" not in phases
     assert second.artifact == first.artifact
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == written
+
+
+class StaleChoices(dict[str, Choice]):
+    """Hold, for any key, a schedule that nothing offers."""
+
+    def get(self, key: str, default: object = None) -> Choice:
+        return Choice("gemv", {"BLOCK_N": 7})
+
+
+def test_compiling_tells_once_of_each_tuned_schedule_that_is_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = TunedTable("GPU of tests", StaleChoices())
+    monkeypatch.setattr(compiler, "shipped_table", lambda gpu, architecture: table)
+    phases: list[str] = []
+    options = CompileOptions(target="interpret", max_rows=1, max_step_tokens=16)
+    model = make_llama(tmp_path / "model", num_layers=2)
+    compiler.compile_model(model, tmp_path / "artifact", options, phases.append)
+    notes = [phase for phase in phases if "gemv (BLOCK_N=7) is not offered any more" in phase]
+    kernels = {note.partition("/")[0] for note in notes}
+    assert {"embed", "linear__add", "attention_prefill"} <= kernels
+    assert len(notes) == len(set(notes))
 
 
 @pytest.mark.parametrize("change", ["option", "weights", "config"])
