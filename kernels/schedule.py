@@ -335,7 +335,9 @@ def rope_kv_write_schedules(num_heads: int, machine: str) -> Iterator[Schedule]:
 
 def sample_schedules(vocab: int, machine: str) -> Iterator[Schedule]:
     """Yield schedules of sampling: one program a sequence, large blocks of the vocabulary."""
-    yield from _row(machine, 16, BLOCK_V=min(power_of_two(vocab), 8192))
+    block_v = min(power_of_two(vocab), 8192)
+    # A thread for every element at most: Triton 3.6 fails to compile the scan of a shorter block.
+    yield from _row(machine, max(1, min(16, block_v // 256)), BLOCK_V=block_v)
 
 
 def step_schedules(block: str, machine: str) -> Iterator[Schedule]:

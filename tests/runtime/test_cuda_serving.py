@@ -27,6 +27,7 @@ def artifact(device: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         head_dim=32,
         intermediate_size=512,
         window=512,
+        vocab_size=16384,
         std=0.05,
         dtype="bfloat16",
     )
