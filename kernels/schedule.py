@@ -335,8 +335,8 @@ def rope_kv_write_schedules(num_heads: int, machine: str) -> Iterator[Schedule]:
 
 def sample_schedules(vocab: int, machine: str) -> Iterator[Schedule]:
     """Yield schedules of sampling: one program a sequence, large blocks of the vocabulary."""
-    block_v = min(power_of_two(vocab), 8192)
-    # A thread for every element at most: Triton 3.6 fails to compile the scan of a shorter block.
+    # Two blocks at least: Triton 3.6 can't compile the kernel when its loops have one round only.
+    block_v = min(max(power_of_two(vocab) // 2, 16), 8192)
     yield from _row(machine, max(1, min(16, block_v // 256)), BLOCK_V=block_v)
 
 
