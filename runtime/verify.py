@@ -165,7 +165,7 @@ def verify_layers(loaded: LoadedArtifact, prompt: Sequence[int]) -> Iterator[Lay
     oracle = load_transformers(loaded.checkpoint)
     with torch.no_grad():
         output = oracle(torch.tensor([list(prompt)]), output_hidden_states=True)
-    found = _play_prompt(loaded, prompt)
+    found = play_prompt(loaded, prompt)
     tolerance = LAYER_TOLERANCES[loaded.artifact.manifest.engine.dtype]
     num_layers = len(loaded.state.caches)
     # The last hidden state of transformers has passed the final norm: the logits stand for it.
@@ -203,7 +203,7 @@ def prepare_prompts(loaded: LoadedArtifact, prompts: Sequence[Sequence[int]]) ->
     return loaded.state.write_prompts(prompts)
 
 
-def _play_prompt(loaded: LoadedArtifact, prompt: Sequence[int]) -> dict[str, torch.Tensor]:
+def play_prompt(loaded: LoadedArtifact, prompt: Sequence[int]) -> dict[str, torch.Tensor]:
     """Run the prompt as one mixed step and keep the stream after each layer, and the logits."""
     num_tokens, num_seqs = prepare_prompts(loaded, [prompt])
     bucket = min(b for step, b in loaded.programs if step == "mixed" and b >= num_tokens)

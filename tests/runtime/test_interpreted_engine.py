@@ -1,0 +1,59 @@
+"""The emitted kernels, interpreted, against transformers: logits, then tokens of whole requests."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoints import load_oracle, make_llama, oracle_greedy, oracle_logits
+from tests.runtime.serving import answers, compile_tiny, serving
+from tests.runtime.test_engine import VARIANTS
+from treadle.runtime import verify
+from treadle.runtime.loading import ServeOptions, load_artifact
+
+NUM_TOKENS = 64
+
+
+@pytest.mark.parametrize("target", ["reference", "interpret"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_within_a_thousandth_of_transformers(
+    tmp_path: Path, rng_seed: int, variant: str, target: str
+) -> None:
+    model = make_llama(tmp_path / "model", seed=rng_seed % 1000, **VARIANTS[variant])
+    artifact = compile_tiny(model, tmp_path / "artifact", target=target)
+    oracle = load_oracle(model)
+    loaded = load_artifact(artifact, ServeOptions(num_pages=16))
+    for length in (1, 16, 37):
+        prompt = [random.Random(rng_seed + length).randrange(320) for _ in range(length)]
+        found = verify.play_prompt(loaded, prompt)["logits"][0]
+        expected = oracle_logits(oracle, prompt)[-1]
+        assert float((found - expected).abs().max()) < 1e-3, length
+    assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize("variant", ["plain", "biased", "ratio 3, head 24"])
+def test_interpreted_tokens_are_those_of_transformers(
+    tmp_path: Path, rng_seed: int, variant: str
+) -> None:
+    """64 steps, batches of 1 to 3, a prompt in chunks, pages of 16."""
+    model = make_llama(
+        tmp_path / "model", seed=rng_seed % 1000, **{**VARIANTS[variant], "num_layers": 1}
+    )
+    artifact = compile_tiny(
+        model, tmp_path / "artifact", target="interpret", max_rows=3, max_step_tokens=24
+    )
+    generator = random.Random(rng_seed)
+    prompts = [[generator.randrange(320) for _ in range(length)] for length in (40, 3, 17)]
+    oracle = load_oracle(model)
+    expected = [oracle_greedy(oracle, prompt, NUM_TOKENS) for prompt in prompts]
+
+    async def run() -> list[list[int]]:
+        async with serving(artifact, num_pages=24) as engine:
+            found = await answers(engine, prompts, temperature=0.0, max_tokens=NUM_TOKENS)
+            return [list(delta.token_ids) for delta in found]
+
+    assert asyncio.run(run()) == expected
