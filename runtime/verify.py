@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from treadle.ir import ops
+from treadle.ir.errors import CheckpointError
 from treadle.ir.graph import Graph, Op
 from treadle.kernels.dtypes import TORCH_DTYPES
 from treadle.runtime.checkpoint import Checkpoint
@@ -179,14 +180,24 @@ def verify_layers(loaded: LoadedArtifact, prompt: Sequence[int]) -> Iterator[Lay
 
 
 def load_transformers(checkpoint: Checkpoint) -> Any:
-    """Load the oracle: transformers' own model, eager, in f32, on the CPU."""
-    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    """Load the oracle: transformers' own model, eager, in f32, on the CPU.
+
+    Raises: CheckpointError: transformers does not know the model, or can't read it.
+    """
     path = checkpoint.path
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     if checkpoint.kind == "gguf":
-        return AutoModelForCausalLM.from_pretrained(
-            str(path.parent), gguf_file=path.name, **options
-        ).eval()
-    return AutoModelForCausalLM.from_pretrained(str(path), **options).eval()
+        path, options["gguf_file"] = path.parent, path.name
+    try:
+        return AutoModelForCausalLM.from_pretrained(str(path), **options).eval()
+    # The library reports models it does not know through all of these.
+    except (ValueError, LookupError, OSError, ImportError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"transformers can't load {checkpoint.path}, so there is nothing to compare with: "
+            f"{reason}",
+            remedy="Prove the kernels alone with --kernels-only.",
+        ) from error
 
 
 def prepare_prompts(loaded: LoadedArtifact, prompts: Sequence[Sequence[int]]) -> tuple[int, int]:

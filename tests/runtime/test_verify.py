@@ -8,12 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_llama
+from tests.checkpoints import edit_json, make_llama
 from tests.runtime.serving import compile_tiny
+from treadle.ir.errors import CheckpointError
 from treadle.runtime.artifact import MANIFEST, finish_manifest, read_manifest
+from treadle.runtime.checkpoint import open_checkpoint
 from treadle.runtime.loading import LoadedArtifact, ServeOptions, load_artifact
 from treadle.runtime.triton_program import TritonProgram
-from treadle.runtime.verify import OpCheck, prepare_prompts, verify_layers, verify_program
+from treadle.runtime.verify import (
+    OpCheck,
+    load_transformers,
+    prepare_prompts,
+    verify_layers,
+    verify_program,
+)
 
 NUM_PAGES = 16
 
@@ -123,3 +131,11 @@ def test_the_first_layer_that_departs_is_the_one_whose_weight_was_changed(
     loaded.weights["layers.1.post_attention_layernorm"].mul_(1.5)
     checks = list(verify_layers(loaded, PROMPT))
     assert [each.passed for each in checks] == [True, False, False, False], checks
+
+
+def test_a_model_that_transformers_does_not_know_is_told_with_a_way_out(tmp_path: Path) -> None:
+    model = make_llama(tmp_path / "model")
+    edit_json(model / "config.json", {"model_type": "nobody_knows_it"})
+    with pytest.raises(CheckpointError, match="nothing to compare with") as caught:
+        load_transformers(open_checkpoint(model))
+    assert "--kernels-only" in caught.value.remedy
