@@ -6,6 +6,7 @@
 #   make test-slow   every test
 #   make golden      rewrite the golden files (read the diff!)
 #   make docs        rewrite the generated pages of docs/
+#   make goals       the speed goals beside the latest figures; fails where one is missed
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 STAMP := $(VENV)/installed-$(shell printf '%s' '$(CURDIR)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help env model test test-slow demo lint check golden docs clean
+.PHONY: help env model test test-slow demo lint check golden docs goals clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -65,6 +66,9 @@ golden: env
 
 docs: env
 	$(BIN)/python docs/build_reference.py
+
+goals: env
+	$(BIN)/python bench/goals.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import/*.egg-info
