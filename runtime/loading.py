@@ -27,7 +27,8 @@ from treadle.runtime.engine import LoadedModel
 from treadle.runtime.executor import Executor, Program
 from treadle.runtime.pages import PagePool
 from treadle.runtime.planner import PLAN, Plan, bucket_dims, read_plan
-from treadle.runtime.reference_program import ReferenceProgram, pack_weights
+from treadle.runtime.quick_steps import pack_weights
+from treadle.runtime.reference_program import ReferenceProgram
 from treadle.runtime.scheduler import Scheduler
 from treadle.runtime.state import DeviceState, allocate_state, cache_values, page_bytes
 from treadle.runtime.tokenizer import Tokenizer

@@ -1,7 +1,7 @@
 """Programs of the `reference` target: a graph's ops played in order by their torch functions.
 
-The functions come from `kernels/reference.py`; fused ops are played through their bodies. Called by
-the executor where no GPU is found, and by `verify` as the oracle.
+The functions come from `kernels/reference.py`; fused ops are played through their bodies, unless
+there is a quick form of the whole. Called by the executor where no GPU is found, and by `verify`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from treadle.ir.graph import Graph, Op, walk
 from treadle.ir.ops import lookup
 from treadle.kernels import reference
 from treadle.kernels.dtypes import TORCH_DTYPES
+from treadle.runtime.quick_steps import Environment, PackedWeights, QuickForms, Step
 from treadle.runtime.state import DeviceState
-
-Environment = dict[str, torch.Tensor]
 
 
 class ReferenceProgram:
     """Play one graph; `run` leaves every value of the step in the returned environment.
 
-    `packed` are weights in the layout that oneDNN multiplies fastest, used by linears instead of
-    the plain ones; see `pack_weights`.
+    With `packed` weights ops are played in their quick forms, where they have one; without, each
+    plain op is played by its reference function.
     """
 
     def __init__(
@@ -35,16 +34,19 @@ class ReferenceProgram:
         graph: Graph,
         state: DeviceState,
         weights: Mapping[str, torch.Tensor],
-        packed: Mapping[str, torch.Tensor] | None = None,
+        packed: PackedWeights | None = None,
     ) -> None:
         self._state = state
         self._weights = {f"@{name}": tensor for name, tensor in weights.items()}
-        self._packed = {f"@{name}": tensor for name, tensor in (packed or {}).items()}
+        linears = packed.linears if packed else {}
+        self._packed = {f"@{name}": tensor for name, tensor in linears.items()}
         self._leading = [(v.name, v.type.shape[0]) for v in graph.inputs if not v.type.layout]
-        ops = tuple(walk(graph.ops))
-        self._steps = [self._bind(op) for op in ops]
         # What all layers derive from the step's inputs is derived once, before the first that asks.
-        self._shared = _SharedInputs(ops, graph)
+        self._shared = _SharedInputs(tuple(walk(graph.ops)), graph)
+        quick = None
+        if packed:
+            quick = QuickForms(graph, weights, packed, state.caches, self._shared)
+        self._steps = [step for op in graph.ops for step in self._bind(op, quick)]
 
     def run(self, num_tokens: int, num_seqs: int) -> Environment:
         """Run a step whose inputs lie in the state; give all values by name."""
@@ -58,7 +60,16 @@ class ReferenceProgram:
                 step(env)
         return env
 
-    def _bind(self, op: Op) -> Callable[[Environment], None]:
+    def _bind(self, op: Op, quick: QuickForms | None) -> list[Step]:
+        """Give the steps that play an op: one for the whole if it can be, or one per plain op."""
+        whole = quick and quick.bind(op)
+        if whole:
+            return [whole]
+        if op.body:
+            return [step for inner in op.body for step in self._bind(inner, quick)]
+        return [self._bind_plain(op)]
+
+    def _bind_plain(self, op: Op) -> Step:
         """Make a closure that reads an op's operands from an environment and stores its results."""
         function, options = reference_call(op)
         accepted = inspect.signature(function).parameters
@@ -139,18 +150,3 @@ class _SharedInputs:
         if table not in self._angles:
             self._angles[table] = reference.rope_angles(env[positions], env[table])
         return self._angles[table]
-
-
-def pack_weights(graph: Graph, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Pack the weights that linears read, where this CPU can; those of one storage once."""
-    names = {op.inputs[1].removeprefix("@") for op in walk(graph.ops) if op.kind == "linear"}
-    packed: dict[int, torch.Tensor] = {}
-    result = {}
-    for name in sorted(names):
-        weight = weights[name]
-        if not reference.can_pack_weight(weight.dtype):
-            continue
-        if weight.data_ptr() not in packed:
-            packed[weight.data_ptr()] = reference.pack_weight(weight)
-        result[name] = packed[weight.data_ptr()]
-    return result
