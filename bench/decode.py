@@ -17,32 +17,13 @@ sys.path[:] = [str(ROOT / ".import"), *[p for p in sys.path if Path(p or ".").re
 import torch  # noqa: E402
 
 from treadle.bench.random_models import BenchEngine, build_engine  # noqa: E402
-from treadle.bench.results import Row, conditions, with_goal, write_rows  # noqa: E402
+from treadle.bench.rows import Row, conditions, with_goal, write_rows  # noqa: E402
 from treadle.runtime.state import page_bytes  # noqa: E402
-from treadle.runtime.trial import time_graph_ms  # noqa: E402
-from treadle.runtime.triton_program import GraphedProgram, TritonProgram  # noqa: E402
+from treadle.runtime.trial import SelectedProgram, time_graph_ms  # noqa: E402
+from treadle.runtime.triton_program import GraphedProgram  # noqa: E402
 
 READ_BYTES_PER_S = 4.65e12  # measured on an H200: read-only stream
 ROUNDS = 31
-
-
-class PartialProgram:
-    """Run a program with some launches left out: what remains shows what they cost."""
-
-    def __init__(self, program: TritonProgram, leave_out: str) -> None:
-        self.plan = program.plan
-        self.values = program.values
-        self._program = program
-        self._kept = [
-            index
-            for index, launch in enumerate(program.plan.launches)
-            if launch.kernel.partition(".")[0] != leave_out
-        ]
-
-    def run(self, num_tokens: int, num_seqs: int) -> None:
-        """Launch the kernels that are left."""
-        for index in self._kept:
-            self._program.launch(index, num_tokens, num_seqs)
 
 
 def floor_ms(engine: BenchEngine, batch: int, context: int) -> float:
@@ -99,8 +80,12 @@ def print_parts(engine: BenchEngine, batch: int, context: int, whole_ms: float) 
         kernel = launch.kernel.partition(".")[0]
         counts[kernel] = counts.get(kernel, 0) + 1
     for kernel, count in counts.items():
-        partial = PartialProgram(program, kernel)
-        graphed = GraphedProgram(partial, torch.cuda.graph_pool_handle())
+        kept = [
+            index
+            for index, launch in enumerate(program.plan.launches)
+            if launch.kernel.partition(".")[0] != kernel
+        ]
+        graphed = GraphedProgram(SelectedProgram(program, kept), torch.cuda.graph_pool_handle())
         rest = statistics.median(time_graph_ms(graphed, engine.trial, context, ROUNDS))
         cost = 1e3 * (whole_ms - rest)
         print(f"    {kernel:28} ×{count:3}: {cost:8.1f} µs, {cost / count:7.2f} each", flush=True)

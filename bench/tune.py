@@ -55,7 +55,8 @@ def main() -> None:
         start = time.time()
         engine = EngineConfig("cuda", "bf16", 64, num_seqs, max(work.bucket, 16), tokens + 512)
         graphs = build_graphs(name, engine, arguments.layers).fused
-        table, tunings = tune_program(graphs, engine, work, table, found.architecture, report)
+        done = tune_program(graphs, engine, work, table, found.architecture, report)
+        table, tunings = done.table, done.tunings
         torch.cuda.empty_cache()
         table.write(path)
         tune_s = round(time.time() - start, 1)

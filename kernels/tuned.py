@@ -13,7 +13,7 @@ from pathlib import Path
 
 from treadle.ir.errors import ConfigError
 from treadle.ir.files import write_whole
-from treadle.ir.graph import Graph, Op
+from treadle.ir.graph import Graph, Op, fingerprint
 from treadle.kernels.lower import Candidate, Situation
 
 SHIPPED = Path(__file__).parent / "tuned_tables"
@@ -50,6 +50,14 @@ class TunedTable:
         """Give the table with one choice added or replaced."""
         return TunedTable(self.gpu, {**self.choices, key: Choice(template, dict(schedule))})
 
+    def over(self, below: TunedTable) -> TunedTable:
+        """Give this table with the choices of another where this one has none."""
+        return TunedTable(self.gpu or below.gpu, {**below.choices, **self.choices})
+
+    def fingerprint(self) -> str:
+        """Name the content: equal choices give equal names."""
+        return fingerprint(self.text())
+
     def choose(
         self,
         op: Op,
@@ -75,8 +83,8 @@ class TunedTable:
         on_stale(f"{key}: the tuned {choice} is not offered any more, the default is used")
         return first
 
-    def write(self, path: Path) -> None:
-        """Write the table; `read_table` gives it back equal."""
+    def text(self) -> str:
+        """Give the table as JSON, in the order of its keys."""
         data = {
             "gpu": self.gpu,
             "choices": {
@@ -84,7 +92,11 @@ class TunedTable:
                 for key, choice in sorted(self.choices.items())
             },
         }
-        write_whole(path, json.dumps(data, indent=1) + "\n")
+        return json.dumps(data, indent=1) + "\n"
+
+    def write(self, path: Path) -> None:
+        """Write the table; `read_table` gives it back equal. Raises: OSError."""
+        write_whole(path, self.text())
 
 
 def read_table(path: Path) -> TunedTable:

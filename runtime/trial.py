@@ -6,7 +6,7 @@ The tuner times them, `verify` checks kernels with them, benchmarks measure them
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +63,21 @@ class Trial:
         """Write a mixed step of whole prompts of random tokens."""
         self.fill(num_seqs, prompt_tokens)
         self.state.write_prompts(torch.randint(0, 256, (num_seqs, prompt_tokens)).tolist())
+
+
+class SelectedProgram:
+    """Run some launches of a program only: to see what they cost, or what the others do."""
+
+    def __init__(self, program: TritonProgram, indices: Sequence[int]) -> None:
+        self.plan = program.plan
+        self.values = program.values
+        self._program = program
+        self._indices = tuple(indices)
+
+    def run(self, num_tokens: int, num_seqs: int) -> None:
+        """Launch the kernels that are selected."""
+        for index in self._indices:
+            self._program.launch(index, num_tokens, num_seqs)
 
 
 def random_weights(

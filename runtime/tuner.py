@@ -3,45 +3,61 @@
 A kernel timed alone misleads: dependent launch, the cache and the neighbours' tails decide between
 candidates that are a few percent apart. So a step of a few layers is captured with one candidate
 changed, replayed, and the best is kept, kernel after kernel. Candidates are compiled in parallel
-processes before any is timed, and one that gives a wrong result is thrown out.
-Called by the benchmark that makes the shipped tables.
+processes before any is timed, and one that gives a wrong result is thrown out. What was timed is in
+the log at once; what the log knows is not timed again.
+Called by the command that tunes and by the benchmark that makes the shipped tables.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+import triton
 
+from treadle.ir.cost import op_cost
 from treadle.ir.errors import KernelError
-from treadle.ir.graph import Graph, Op
-from treadle.kernels.cross_compile import Job, compile_many
+from treadle.ir.graph import Graph, Op, fingerprint
+from treadle.kernels.cross_compile import Job, Outcome, compile_many
 from treadle.kernels.lower import Candidate, Situation, lower
 from treadle.kernels.tuned import TunedTable, tuning_key
 from treadle.runtime import planner
 from treadle.runtime.binaries import launch_arguments
 from treadle.runtime.config import EngineConfig
-from treadle.runtime.trial import Trial, make_trial, time_graph_ms
-from treadle.runtime.triton_program import GraphedProgram, allocate_workspace
+from treadle.runtime.timings import Record, TimingLog
+from treadle.runtime.trial import SelectedProgram, Trial, make_trial, time_graph_ms
+from treadle.runtime.triton_program import GraphedProgram, TritonProgram, allocate_workspace
 from treadle.runtime.verify import TOLERANCES, relative_error
 
 ROUNDS = 15
+QUICK_CANDIDATES = 6  # of each kernel, the likeliest; full times them all
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Tell a candidate's median and spread over whole steps, or why it was thrown out."""
+    """Tell a candidate's median and spread over whole steps, or why it was thrown out.
+
+    `spread_ms` is the middle half of the rounds; `error` the logits' relative error; registers and
+    bytes are the largest of the candidate's kernels.
+    """
 
     template: str
     schedule: Mapping[str, int | bool]
     step_ms: float = float("inf")
     spread_ms: float = 0.0
     failure: str = ""
+    error: float = 0.0
+    registers: int = 0
+    spill_bytes: int = 0
+    shared_bytes: int = 0
 
 
 @dataclass
@@ -51,6 +67,8 @@ class KernelTuning:
     key: str
     kernel: str
     launches: int
+    flops: int = 0
+    bytes: int = 0
     timings: list[Timing] = field(default_factory=list)
 
     @property
@@ -77,6 +95,259 @@ class Workload:
         """The form of graph that plays it."""
         return planner.decode_form(self.num_seqs) if self.step == "decode" else "mixed"
 
+    def __str__(self) -> str:
+        return f"{self.step} {self.num_seqs}x{self.context_tokens}"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Say how much to try: `quick` or `full`, and until when, by the clock that `search` is given.
+
+    A program that was tuned to its end with this effort is not tuned `again` unless asked.
+    """
+
+    autotune: str = "full"
+    deadline_s: float = float("inf")
+    again: bool = False
+
+
+class Space:
+    """Hold a program's kernels, their candidates and the choices of the moment. Needs no GPU."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        engine: EngineConfig,
+        work: Workload,
+        table: TunedTable,
+        architecture: str,
+        autotune: str = "full",
+        report: Report = lambda phase: None,
+    ) -> None:
+        self.graph, self.engine, self.work = graph, engine, work
+        self.architecture, self.autotune, self.gpu = architecture, autotune, table.gpu
+        dims = planner.bucket_dims(engine, work.step, work.bucket)
+        self.where = Situation(dims, work.step, engine.target, architecture)
+        self.tunings: dict[str, KernelTuning] = {}
+        self.candidates: dict[str, list[Candidate]] = {}
+        self.chosen: dict[str, int] = {}
+        self.defaults: dict[str, int] = {}  # what would run if nothing was tuned
+        self.keys: list[str] = []  # of the ops, in their order
+        self._by_op: dict[str, tuple[str, list[Candidate]]] = {}
+        self._identities: dict[str, tuple[str, ...]] = {}
+        for op in graph.ops:
+            self._add(op, table, report)
+
+    def _add(self, op: Op, table: TunedTable, report: Report) -> None:
+        candidates = list(lower(op, self.graph, self.where))
+        key = tuning_key(candidates[0], op, self.graph, self.where)
+        self.keys.append(key)
+        self._by_op[op.name] = key, candidates[:]
+        if key in self.tunings:
+            self.tunings[key].launches += 1
+            return
+        # Keys and values of the context count; of what a step holds else the dims say it all.
+        dims = {**self.where.dims, "C": self.work.context_tokens}
+        cost = op_cost(op, self.graph, dims)
+        self.tunings[key] = KernelTuning(key, candidates[0].name, 1, cost.flops, cost.bytes)
+        self._identities[key] = tuple(
+            fingerprint(next(c for c in candidates if c.template == template).emit())
+            for template in dict.fromkeys(c.template for c in candidates)
+        )
+        # What an earlier session found is where this one starts.
+        known = table.choose(op, self.graph, self.where, iter(candidates), on_stale=report)
+        if self.autotune == "quick":
+            likely = candidates[:QUICK_CANDIDATES]
+            candidates = likely if known in likely else [*likely, known]
+        default = candidates[0]
+        candidates.insert(0, candidates.pop(candidates.index(known)))
+        self.candidates[key] = candidates
+        self.chosen[key] = 0
+        self.defaults[key] = candidates.index(default)
+
+    def choose(
+        self, op: Op, graph: Graph, where: Situation, candidates: Iterator[Candidate]
+    ) -> Candidate:
+        """Choose for the planner what is chosen now."""
+        key, own = self._by_op[op.name]
+        wanted = self.candidates[key][self.chosen[key]]
+        # The candidate of this very op, whose arguments are its own.
+        return next(
+            c for c in own if (c.template, c.schedule) == (wanted.template, wanted.schedule)
+        )
+
+    def plan(self) -> planner.Plan:
+        """Plan the program with the choices of the moment."""
+        return planner.plan_one(
+            self.engine,
+            self.work.step,
+            self.work.bucket,
+            self.work.form,
+            self.graph,
+            self.architecture,
+            self.choose,
+        )
+
+    def modules(self, plan: planner.Plan) -> dict[str, str]:
+        """Give the kernel that each key has in a plan of this space."""
+        launches = plan.programs[0].launches
+        return {k: each.kernel for k, each in zip(self.keys, launches, strict=True)}
+
+    def identity(self) -> str:
+        """Name all that a tuning of this program depends on: kernels' sources, GPU, versions."""
+        return fingerprint(json.dumps([self._conditions(), self.autotune, self._identities]))
+
+    def context(self, key: str, modules: Mapping[str, str]) -> str:
+        """Name what a timing of this key's kernel depends on besides the kernel itself."""
+        others = sorted((k, name) for k, name in modules.items() if k != key)
+        return fingerprint(json.dumps([self._conditions(), self.tunings[key].launches, others]))
+
+    def _conditions(self) -> list[object]:
+        engine = self.engine
+        return [
+            str(self.work),
+            engine.dtype,
+            engine.page_size,
+            self.gpu,
+            torch.__version__,
+            triton.__version__,
+        ]
+
+
+class Measure(Protocol):
+    """Time a space's step as it is chosen now."""
+
+    def prepare(self, space: Space) -> None:
+        """Make ready to time every candidate."""
+
+    def __call__(self, space: Space, key: str) -> Timing:
+        """Time the step; `key` is the kernel that was changed."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Tell what a search came to: the table with the winners, the kernels, and its end."""
+
+    table: TunedTable
+    tunings: list[KernelTuning]
+    finished: bool
+    timed: int = 0
+    known: int = 0
+
+
+def search(
+    space: Space,
+    measure: Measure,
+    log: TimingLog,
+    effort: Effort = Effort(),
+    report: Report = lambda phase: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[bool, int, int]:
+    """Time every candidate of every kernel in the step as it stands; keep the best of each.
+
+    Gives whether it came to its end, and how many timings were made and were known before. Past
+    the deadline what stands stays.
+    """
+    timed = known = 0
+    program = space.identity()
+    log.append("started", program=program, **_describe(space), base=choices(space))
+    prepared = False
+    for tuning in space.tunings.values():
+        candidates = space.candidates[tuning.key]
+        if len(candidates) == 1:
+            continue
+        current = space.chosen[tuning.key]
+        timings: list[Timing] = []
+        for index, candidate in enumerate(candidates):
+            space.chosen[tuning.key] = index
+            modules = space.modules(space.plan())
+            context = space.context(tuning.key, modules)
+            record = log.timed(context, modules[tuning.key])
+            if record is not None:
+                known += 1
+            else:
+                if clock() >= effort.deadline_s:
+                    space.chosen[tuning.key] = current
+                    return False, timed, known
+                if not prepared:
+                    measure.prepare(space)
+                    prepared = True
+                timing = measure(space, tuning.key)
+                timed += 1
+                record = log.append(
+                    "timing",
+                    program=program,
+                    key=tuning.key,
+                    context=context,
+                    module=modules[tuning.key],
+                    is_default=index == space.defaults[tuning.key],
+                    **_finite(asdict(timing)),
+                )
+            timings.append(_timing(candidate, record))
+        best = _best(timings, current)
+        space.chosen[tuning.key] = best
+        tuning.timings = [timings[best], *(t for i, t in enumerate(timings) if i != best)]
+        report(
+            f"tuned {tuning.kernel} ×{tuning.launches}: {timings[best].step_ms:.4f} ms a step, "
+            f"before {timings[current].step_ms:.4f}, {candidates[best].template} "
+            f"{candidates[best].schedule}"
+        )
+    log.append("finished", program=program, winners=choices(space))
+    return True, timed, known
+
+
+def _best(timings: Sequence[Timing], current: int) -> int:
+    best = min(range(len(timings)), key=lambda index: timings[index].step_ms)
+    # A gain inside the spread is noise: then what stands stays.
+    gain = timings[current].step_ms - timings[best].step_ms
+    noise = min(timings[best].spread_ms, 0.002 * timings[best].step_ms)
+    return current if gain <= noise else best
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Leave a failed candidate's time out: JSON has no infinity."""
+    return {name: None if value == float("inf") else value for name, value in values.items()}
+
+
+def _timing(candidate: Candidate, record: Record) -> Timing:
+    found = {name: record[name] for name in Timing.__dataclass_fields__ if name in record}
+    found |= {"template": candidate.template, "schedule": candidate.schedule}
+    if found["step_ms"] is None:
+        found["step_ms"] = float("inf")
+    return Timing(**found)
+
+
+def choices(space: Space) -> dict[str, dict[str, Any]]:
+    """Give what is chosen now, by key, in a table's form."""
+    return {
+        key: {
+            "template": space.candidates[key][index].template,
+            "schedule": dict(space.candidates[key][index].schedule),
+        }
+        for key, index in space.chosen.items()
+    }
+
+
+def _describe(space: Space) -> dict[str, Any]:
+    return {
+        "step": space.work.step,
+        "num_seqs": space.work.num_seqs,
+        "context_tokens": space.work.context_tokens,
+        "autotune": space.autotune,
+        "gpu": space.gpu,
+        "dtype": space.engine.dtype,
+    }
+
+
+def base_of(log: TimingLog, program: str, table: TunedTable) -> TunedTable:
+    """Give the table that an unfinished tuning of a program began from, to go on with it."""
+    started = log.of_program(program, "started")
+    if not started:
+        return table
+    for key, choice in started[0]["base"].items():
+        table = table.with_choice(key, choice["template"], choice["schedule"])
+    return table
+
 
 def tune_program(
     graphs: Mapping[str, Graph],
@@ -85,169 +356,177 @@ def tune_program(
     table: TunedTable,
     architecture: str,
     report: Report = lambda phase: None,
-) -> tuple[TunedTable, list[KernelTuning]]:
+    *,
+    log: TimingLog | None = None,
+    effort: Effort = Effort(),
+    measure: Measure | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Tuned:
     """Tune the program that plays `work` and give the table with the winners added.
 
     `graphs` are the fused graphs of a model cut to a few layers: enough that its weights exceed the
-    L2 cache, few enough that a step is short.
+    L2 cache, few enough that a step is short. `measure` is the GPU unless given.
     """
+    log = log or TimingLog(None)
     sized = replace(engine, max_rows=work.num_seqs, max_step_tokens=max(work.bucket, 16))
-    pages = work.num_seqs * (-(-(work.context_tokens + engine.page_size) // engine.page_size) + 1)
-    trial = make_trial({work.form: graphs[work.form]}, sized, pages, torch.device("cuda"))
-    if work.step == "decode":
-        trial.fill(work.num_seqs, work.context_tokens)
-    else:
-        trial.fill_prompts(work.num_seqs, work.context_tokens)
+    graph = graphs[work.form]
+    space = Space(graph, sized, work, table, architecture, effort.autotune, report)
+    program = space.identity()
+    finished = log.of_program(program, "finished")
+    if finished and not effort.again:
+        for key, choice in finished[-1]["winners"].items():
+            table = table.with_choice(key, choice["template"], choice["schedule"])
+        report(f"{work} was tuned before")
+        return Tuned(table, list(space.tunings.values()), True)
+    if not finished:
+        base = base_of(log, program, table)
+        space = Space(graph, sized, work, base, architecture, effort.autotune, report)
     with tempfile.TemporaryDirectory(prefix="treadle-tune-") as folder:
-        session = _Session(trial, work, table, architecture, Path(folder), report)
-        for tuning in session.tunings.values():
-            session.tune(tuning)
-    for tuning in session.tunings.values():
+        on_gpu = measure or Stopwatch(sized, graphs, Path(folder), report)
+        done, timed, known = search(space, on_gpu, log, effort, report, clock)
+        if isinstance(on_gpu, Stopwatch) and on_gpu.is_prepared:
+            on_gpu.log_kernels(space, log)
+    for tuning in space.tunings.values():
         if tuning.timings and not tuning.winner.failure:
             table = table.with_choice(tuning.key, tuning.winner.template, tuning.winner.schedule)
-    return table, list(session.tunings.values())
+    return Tuned(table, list(space.tunings.values()), done, timed, known)
 
 
-class _Session:
-    """Hold one program's trial: current choices, compiled candidates, the step's time so far."""
+class Stopwatch:
+    """Time steps on the GPU: compile all candidates, capture, compare logits, replay."""
 
     def __init__(
         self,
-        trial: Trial,
-        work: Workload,
-        table: TunedTable,
-        architecture: str,
+        engine: EngineConfig,
+        graphs: Mapping[str, Graph],
         folder: Path,
-        report: Report,
+        report: Report = lambda phase: None,
     ) -> None:
-        self.trial, self.work, self.table = trial, work, table
-        self.architecture, self.folder, self.report = architecture, folder, report
-        self.graph = trial.graphs[work.form]
-        dims = planner.bucket_dims(trial.engine, work.step, work.bucket)
-        self.where = Situation(dims, work.step, "cuda", architecture)
-        self.tunings: dict[str, KernelTuning] = {}
-        self.candidates: dict[str, list[Candidate]] = {}
-        self.chosen: dict[str, int] = {}
-        self._collect()
-        self.bad: dict[str, str] = {}
-        self._compile()
-        self.expected = self._logits(self._capture())
+        self.engine, self.graphs, self.folder, self.report = engine, graphs, folder, report
+        self.outcomes: dict[str, Outcome] = {}
+        self.is_prepared = False
 
-    def _collect(self) -> None:
-        for op in self.graph.ops:
-            candidates = list(lower(op, self.graph, self.where))
-            key = tuning_key(candidates[0], op, self.graph, self.where)
-            if key in self.tunings:
-                self.tunings[key].launches += 1
-                continue
-            self.tunings[key] = KernelTuning(key, candidates[0].name, 1)
-            # What an earlier session found is where this one starts.
-            known = self.table.choose(
-                op, self.graph, self.where, iter(candidates), on_stale=self.report
-            )
-            candidates.insert(0, candidates.pop(candidates.index(known)))
-            self.candidates[key] = candidates
-            self.chosen[key] = 0
-
-    def _choose(
-        self, op: Op, graph: Graph, where: Situation, candidates: Iterator[Candidate]
-    ) -> Candidate:
-        key = tuning_key(next(candidates), op, graph, where)
-        wanted = self.candidates[key][self.chosen[key]]
-        # The candidate of this very op, whose arguments are its own.
-        same = (c for c in lower(op, graph, where) if c.template == wanted.template)
-        return next(c for c in same if c.schedule == wanted.schedule)
-
-    def _plan(self) -> planner.Plan:
-        return planner.plan_one(
-            self.trial.engine,
-            self.work.step,
-            self.work.bucket,
-            self.work.form,
-            self.graph,
-            self.architecture,
-            self._choose,
+    def prepare(self, space: Space) -> None:
+        """Allocate, compile every candidate, and note the logits of the step as it stands."""
+        work = space.work
+        pages_each = -(-(work.context_tokens + self.engine.page_size) // self.engine.page_size) + 1
+        graphs = {work.form: self.graphs[work.form]}
+        self.trial: Trial = make_trial(
+            graphs, self.engine, work.num_seqs * pages_each, torch.device("cuda")
         )
+        if work.step == "decode":
+            self.trial.fill(work.num_seqs, work.context_tokens)
+        else:
+            self.trial.fill_prompts(work.num_seqs, work.context_tokens)
+        current = dict(space.chosen)
+        space.chosen.update(dict.fromkeys(space.chosen, 0))
+        self._compile(space)
+        self.expected = self._logits(space, self._capture(space))
+        space.chosen.update(current)
+        self.is_prepared = True
 
-    def _compile(self) -> None:
-        """Compile every candidate of every kernel, in parallel; note those that fail."""
+    def _compile(self, space: Space) -> None:
+        """Compile every candidate of every kernel, in parallel; those that fail have an error."""
         jobs: dict[str, Job] = {}
-        total = max(len(candidates) for candidates in self.candidates.values())
+        total = max(len(candidates) for candidates in space.candidates.values())
+        previous = dict(space.chosen)
         for index in range(total):
-            previous = dict(self.chosen)
-            self.chosen = {
-                key: min(index, len(candidates) - 1) for key, candidates in self.candidates.items()
+            space.chosen = {
+                key: min(index, len(candidates) - 1) for key, candidates in space.candidates.items()
             }
-            plan = self._plan()
+            plan = space.plan()
             plan.write(self.folder)
             for launch in plan.programs[0].launches:
                 if launch.kernel not in jobs:
                     path = self.folder / "kernels" / f"{launch.kernel}.py"
                     arguments = launch_arguments(
-                        launch, path, self.graph, plan.scratch, self.where.dims
+                        launch, path, space.graph, plan.scratch, space.where.dims
                     )
-                    jobs[launch.kernel] = Job(str(path), self.architecture, arguments)
-            self.chosen = previous
+                    jobs[launch.kernel] = Job(str(path), space.architecture, arguments)
+        space.chosen = previous
         for number, outcome in enumerate(compile_many(list(jobs.values())), start=1):
-            if outcome.error:
-                self.bad[Path(outcome.job.path).stem] = outcome.error
+            self.outcomes[Path(outcome.job.path).stem] = outcome
             self.report(f"compiling candidates ({number} of {len(jobs)})")
 
-    def _capture(self) -> GraphedProgram:
-        plan = self._plan()
+    def _program(self, space: Space) -> TritonProgram:
+        plan = space.plan()
         for launch in plan.programs[0].launches:
-            if launch.kernel in self.bad:
-                raise KernelError(self.bad[launch.kernel])
+            if launch.kernel in self.outcomes and self.outcomes[launch.kernel].error:
+                raise KernelError(self.outcomes[launch.kernel].error)
         plan.write(self.folder)
         workspace = allocate_workspace(plan, self.trial.state.packed.device)
         programs = self.trial.programs(plan, self.folder / "kernels", workspace)
-        program = programs[self.work.step, self.work.bucket]
-        self.trial.state.tensors["length"].fill_(self.work.context_tokens)
-        pool = torch.cuda.graph_pool_handle()
-        return GraphedProgram(program, pool, (self.work.bucket, self.work.num_seqs))
+        return programs[space.work.step, space.work.bucket]
 
-    def _logits(self, program: GraphedProgram) -> torch.Tensor:
+    def _capture(self, space: Space) -> GraphedProgram:
+        program = self._program(space)
+        self.trial.state.tensors["length"].fill_(space.work.context_tokens)
+        pool = torch.cuda.graph_pool_handle()
+        return GraphedProgram(program, pool, (space.work.bucket, space.work.num_seqs))
+
+    def _logits(self, space: Space, program: GraphedProgram) -> torch.Tensor:
         """Give the logits of a step from one fixed state, to compare candidates by."""
         tensors = self.trial.state.tensors
-        tensors["length"].fill_(self.work.context_tokens)
-        tensors["last_token"].copy_(torch.arange(self.work.num_seqs) % 256)
+        tensors["length"].fill_(space.work.context_tokens)
+        tensors["last_token"].copy_(torch.arange(space.work.num_seqs) % 256)
         values = program.run(0, 0)
         torch.cuda.synchronize()
         return values["logits"].clone()
 
-    def tune(self, tuning: KernelTuning) -> None:
-        """Time every candidate of one kernel in the step as it stands; keep the best."""
-        candidates = self.candidates[tuning.key]
-        if len(candidates) == 1:
-            return
-        current = self.chosen[tuning.key]
-        timings = []
-        for index, candidate in enumerate(candidates):
-            self.chosen[tuning.key] = index
-            timings.append(self._time(candidate))
-        best = min(range(len(timings)), key=lambda index: timings[index].step_ms)
-        # A gain inside the spread is noise: then what stands stays.
-        gain = timings[current].step_ms - timings[best].step_ms
-        if gain <= min(timings[best].spread_ms, 0.002 * timings[best].step_ms):
-            best = current
-        self.chosen[tuning.key] = best
-        tuning.timings = [timings[best], *(t for i, t in enumerate(timings) if i != best)]
-        self.report(
-            f"tuned {tuning.kernel} ×{tuning.launches}: {timings[best].step_ms:.4f} ms a step, "
-            f"before {timings[current].step_ms:.4f}, {candidates[best].template} "
-            f"{candidates[best].schedule}"
+    def __call__(self, space: Space, key: str) -> Timing:
+        """Time the step with the candidate that is chosen for `key`."""
+        candidate = space.candidates[key][space.chosen[key]]
+        module = space.modules(space.plan())[key]
+        outcome = self.outcomes.get(module)
+        timing = Timing(candidate.template, candidate.schedule)
+        if outcome is not None and outcome.kernels:
+            timing = replace(
+                timing,
+                registers=max(kernel.registers for kernel in outcome.kernels),
+                spill_bytes=max(kernel.spill_bytes for kernel in outcome.kernels),
+                shared_bytes=max(kernel.shared_bytes for kernel in outcome.kernels),
+            )
+        try:
+            program = self._capture(space)
+            wrong = relative_error(self._logits(space, program), self.expected)
+            if not wrong <= TOLERANCES[torch.bfloat16] * 3:
+                return replace(timing, failure=f"wrong logits, relative error {wrong:.3g}")
+            times = time_graph_ms(program, self.trial, space.work.context_tokens, ROUNDS)
+        except KernelError as error:
+            return replace(timing, failure=str(error)[:300])
+        times.sort()
+        spread = times[int(0.75 * ROUNDS)] - times[int(0.25 * ROUNDS)]
+        return replace(
+            timing, step_ms=statistics.median(times), spread_ms=spread, error=float(wrong)
         )
 
-    def _time(self, candidate: Candidate) -> Timing:
-        try:
-            program = self._capture()
-            found = self._logits(program)
-            error = relative_error(found, self.expected)
-            if not error <= TOLERANCES[torch.bfloat16] * 3:
-                reason = f"wrong logits, relative error {error:.3g}"
-                return Timing(candidate.template, candidate.schedule, failure=reason)
-            times = sorted(time_graph_ms(program, self.trial, self.work.context_tokens, ROUNDS))
-        except KernelError as error:
-            return Timing(candidate.template, candidate.schedule, failure=str(error)[:300])
-        spread = times[int(0.75 * ROUNDS)] - times[int(0.25 * ROUNDS)]
-        return Timing(candidate.template, candidate.schedule, statistics.median(times), spread)
+    def log_kernels(self, space: Space, log: TimingLog) -> None:
+        """Time each kernel of the winners by itself, over the layers' own weights, and log it."""
+        program = self._program(space)
+        program.run(space.work.bucket, space.work.num_seqs)  # each finds what those before it leave
+        modules = space.modules(space.plan())
+        step = statistics.median(
+            time_graph_ms(self._capture(space), self.trial, space.work.context_tokens, ROUNDS)
+        )
+        for tuning in space.tunings.values():
+            indices = [index for index, key in enumerate(space.keys) if key == tuning.key]
+            selected = SelectedProgram(program, indices)
+            pool = torch.cuda.graph_pool_handle()
+            sizes = (space.work.bucket, space.work.num_seqs)
+            graphed = GraphedProgram(selected, pool, sizes)
+            times = time_graph_ms(graphed, self.trial, space.work.context_tokens, 2 * ROUNDS)
+            each_us = sorted(1e3 * ms / len(indices) for ms in times)
+            log.append(
+                "kernel",
+                program=space.identity(),
+                key=tuning.key,
+                kernel=tuning.kernel,
+                module=modules[tuning.key],
+                launches=tuning.launches,
+                flops=tuning.flops,
+                bytes=tuning.bytes,
+                us=statistics.median(each_us),
+                us_low=each_us[len(each_us) // 10],
+                us_high=each_us[-1 - len(each_us) // 10],
+                step_us=1e3 * step,
+            )

@@ -1,0 +1,155 @@
+"""The search with a clockwork instead of a GPU: the best is kept, nothing is timed twice."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.ir.toy import toy_graph
+from treadle.ir.errors import ConfigError
+from treadle.ir.pipeline import run_passes
+from treadle.kernels.tuned import TunedTable
+from treadle.runtime.config import EngineConfig
+from treadle.runtime.timings import TimingLog, read_log, schedule_text
+from treadle.runtime.tuner import Effort, Space, Timing, Tuned, Workload, tune_program
+
+WORK = Workload("decode", 32, 64)
+ENGINE = EngineConfig("cuda", "bf16", 16, 32, 32, 512)
+GRAPHS = {"decode": run_passes(toy_graph("decode"), few_tokens=False)[0]}
+
+
+@dataclass
+class Clockwork:
+    """Give each candidate a time of its own: the step is their sum, whoever runs beside it."""
+
+    seed: int
+    stop_after: int = 10**9
+    prepared: int = 0
+    timed: list[tuple[str, str]] = field(default_factory=list)
+    failing: frozenset[str] = frozenset()
+
+    def prepare(self, space: Space) -> None:
+        self.prepared += 1
+
+    def cost(self, module: str) -> float:
+        return random.Random(f"{self.seed} {module}").uniform(1.0, 2.0)
+
+    def __call__(self, space: Space, key: str) -> Timing:
+        modules = space.modules(space.plan())
+        candidate = space.candidates[key][space.chosen[key]]
+        self.timed.append((key, modules[key]))
+        if len(self.timed) > self.stop_after:
+            raise KeyboardInterrupt
+        if candidate.template in self.failing:
+            return Timing(candidate.template, candidate.schedule, failure="out of shared memory")
+        return Timing(candidate.template, candidate.schedule, sum(map(self.cost, modules.values())))
+
+
+def tune(log: TimingLog, watch: Clockwork, effort: Effort = Effort()) -> Tuned:
+    """Tune the toy; the clock ticks once for every look at it."""
+    now = iter(range(10**9))
+    return tune_program(
+        GRAPHS,
+        ENGINE,
+        WORK,
+        TunedTable("GPU of tests"),
+        "sm_90",
+        log=log,
+        effort=effort,
+        measure=watch,
+        clock=lambda: next(now),
+    )
+
+
+@pytest.fixture
+def seed() -> int:
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    return seed
+
+
+def test_the_fastest_candidate_of_each_kernel_wins(seed: int) -> None:
+    watch = Clockwork(seed)
+    done = tune(TimingLog(None), watch)
+    assert done.finished and watch.prepared == 1
+    tuned = [tuning for tuning in done.tunings if tuning.timings]
+    assert tuned
+    for tuning in tuned:
+        modules = [module for key, module in watch.timed if key == tuning.key]
+        best = min(modules, key=watch.cost)
+        choice = done.table.choices[tuning.key]
+        assert choice.template == tuning.winner.template
+        assert tuning.winner.step_ms == min(t.step_ms for t in tuning.timings)
+        assert len(set(modules)) == len(modules) and best in modules
+
+
+def test_a_failed_candidate_is_logged_with_its_reason_and_never_wins(seed: int) -> None:
+    log = TimingLog(None)
+    done = tune(log, Clockwork(seed, failing=frozenset({"matmul_skinny"})))
+    failed = [record for record in log.records if record.get("failure")]
+    assert {record["failure"] for record in failed} == {"out of shared memory"}
+    assert all(record["step_ms"] is None for record in failed)
+    winners = [done.table.choices[tuning.key] for tuning in done.tunings if tuning.timings]
+    assert "matmul_skinny" not in {choice.template for choice in winners}
+
+
+def test_after_a_stop_the_rest_is_timed_and_no_candidate_twice(tmp_path: Path, seed: int) -> None:
+    whole = Clockwork(seed)
+    expected = tune(TimingLog(None), whole)
+    stop = random.Random(seed).randrange(1, len(whole.timed))
+    first = Clockwork(seed, stop_after=stop)
+    with pytest.raises(KeyboardInterrupt):
+        tune(TimingLog(tmp_path / "log.jsonl"), first)
+    second = Clockwork(seed)
+    done = tune(TimingLog(tmp_path / "log.jsonl"), second)
+    assert first.timed[:stop] + second.timed == whole.timed
+    assert (done.table, done.known, done.timed) == (expected.table, stop, len(second.timed))
+
+
+def test_what_is_tuned_is_not_tuned_again_unless_asked(tmp_path: Path, seed: int) -> None:
+    expected = tune(TimingLog(tmp_path / "log.jsonl"), Clockwork(seed)).table
+    idle = Clockwork(seed)
+    found = tune(TimingLog(tmp_path / "log.jsonl"), idle).table
+    assert found.choices.items() >= expected.choices.items()
+    assert (idle.prepared, idle.timed) == (0, [])
+    again = Clockwork(seed)
+    tune(TimingLog(tmp_path / "log.jsonl"), again, Effort(again=True))
+    assert again.prepared == 0  # every timing is known; it only decides anew
+
+
+def test_past_the_deadline_what_stands_stays(tmp_path: Path, seed: int) -> None:
+    watch = Clockwork(seed)
+    done = tune(TimingLog(tmp_path / "log.jsonl"), watch, Effort(deadline_s=3))
+    assert (done.finished, done.timed, watch.prepared) == (False, 3, 1)
+    assert [t.key for t in done.tunings if t.timings] == list(done.table.choices)
+    nothing = Clockwork(seed)
+    assert not tune(TimingLog(None), nothing, Effort(deadline_s=0)).finished
+    assert nothing.prepared == 0
+
+
+def test_quick_times_fewer(seed: int) -> None:
+    quick, full = Clockwork(seed), Clockwork(seed)
+    tune(TimingLog(None), quick, Effort("quick"))
+    tune(TimingLog(None), full, Effort("full"))
+    assert 0 < len(quick.timed) < len(full.timed)
+
+
+def test_a_line_cut_off_is_left_out_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = TimingLog(path)
+    log.append("started", program="a")
+    log.append("finished", program="a")
+    whole = path.read_text()
+    path.write_text(whole + '{"record": "tim')
+    assert [record["record"] for record in read_log(path)] == ["started", "finished"]
+    path.write_text("nonsense\n" + whole)
+    with pytest.raises(ConfigError, match=r"log\.jsonl:1 "):
+        TimingLog(path)
+
+
+def test_a_schedule_is_written_short() -> None:
+    schedule = {"ROWS": 1, "BLOCK_N": 16, "USE_PDL": True, "GATED": False, "num_warps": 8}
+    assert schedule_text("gemv", schedule) == "gemv ROWS=1 N=16 pdl w8"
