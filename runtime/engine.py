@@ -20,7 +20,7 @@ from treadle.ir.errors import KernelError, QueueFullError, RequestError, Treadle
 from treadle.runtime.executor import Executor, StepResult
 from treadle.runtime.request import Delta, FinishReason, SamplingParams, Usage
 from treadle.runtime.scheduler import Scheduler, StepPlan, TokenEvent
-from treadle.runtime.text import TextStream
+from treadle.runtime.text import TextStep, TextStream
 from treadle.runtime.tokenizer import Tokenizer
 
 IDLE_WAIT_S = 0.5
@@ -109,31 +109,33 @@ class Generation:
         return self._deltas()
 
     async def _deltas(self) -> AsyncIterator[Delta]:
-        """Yield a delta per arrival; raises the engine's error if the answer failed."""
+        """Yield a delta per token, however late they are read; raises the engine's error, if any.
+
+        A slow reader thus gets the very deltas that a fast one gets.
+        """
         while True:
             await self._arrived.wait()
             self._arrived.clear()
-            ending = self._ending
-            tokens = tuple(self._tokens)
-            self._tokens.clear()
-            if ending is not None and ending.error is not None:
-                raise ending.error
-            step = self._stream.push(tokens)
-            text, token_ids, reason = step.text, step.token_ids, step.finish_reason
-            if ending is not None and reason is None:
-                step = self._stream.finish(ending.reason)
-                text, reason = text + step.text, step.finish_reason
-            elif reason is not None and ending is None:
-                # Text ended it, by a stop string: the worker doesn't know yet.
-                self._engine._forget(self.request_id, reason, step.stop_reason)
-            if reason is not None or text or token_ids:
-                usage = Usage(
-                    self.prompt_tokens, self._stream.completion_tokens, self._cached_tokens
-                )
-                yield Delta(text, token_ids, reason, step.stop_reason, usage)
-            if reason is not None:
+            while self._tokens:
+                step = self._stream.push((self._tokens.popleft(),))
+                if step.finish_reason is not None:
+                    self._over = True
+                    if self._ending is None:
+                        # Text ended it, by a stop string: the worker doesn't know yet.
+                        self._engine._forget(self.request_id, step.finish_reason, step.stop_reason)
+                yield self._delta(step)
+                if step.finish_reason is not None:
+                    return
+            if self._ending is not None:
                 self._over = True
+                if self._ending.error is not None:
+                    raise self._ending.error
+                yield self._delta(self._stream.finish(self._ending.reason))
                 return
+
+    def _delta(self, step: TextStep) -> Delta:
+        usage = Usage(self.prompt_tokens, self._stream.completion_tokens, self._cached_tokens)
+        return Delta(step.text, step.token_ids, step.finish_reason, step.stop_reason, usage)
 
 
 class Engine:
