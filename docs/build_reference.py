@@ -31,6 +31,7 @@ from treadle.kernels import emit, schedule  # noqa: E402
 from treadle.kernels.lower import Situation, lower  # noqa: E402
 from treadle.models import registry  # noqa: E402
 from treadle.models.config import ModelConfig, from_hf  # noqa: E402
+from treadle.runtime import pipeline_config  # noqa: E402
 from treadle.server import app, errors, schema, state  # noqa: E402
 
 NOTICE = "<!-- Written by `make docs` from the code; changes here are lost. -->"
@@ -561,6 +562,45 @@ def metrics_section() -> list[str]:
 
 # --- pages ----------------------------------------------------------------------------------------
 
+# --- pipeline.md ----------------------------------------------------------------------------------
+
+
+def generation_section() -> list[str]:
+    """List the fields of the pipeline's sampling, with what the class says of them."""
+    config = pipeline_config.GenerationConfig
+    rows = [
+        (f"`{own.name}`", f"`{own.default!r}`", "so far" if own.metadata else "")
+        for own in fields(config)
+    ]
+    return [_class_prose(config), "", *table("field | default | only its default", rows)]
+
+
+def engine_settings_section() -> list[str]:
+    """List the pipeline's settings with the names that LMDeploy has for them."""
+    config = pipeline_config.EngineConfig
+    theirs: dict[str, list[str]] = {}
+    for alias, own in pipeline_config.ALIASES.items():
+        theirs.setdefault(own, []).append(f"`{alias}`")
+    rows = [
+        (f"`{own.name}`", f"`{own.default!r}`", ", ".join(theirs.get(own.name, [])))
+        for own in fields(config)
+    ]
+    fixed = ", ".join(f"`{name}={value!r}`" for name, value in pipeline_config.FIXED.items())
+    return [
+        _class_prose(config),
+        "",
+        *table("setting | default | LMDeploy's name", rows),
+        "",
+        f"Accepted with this value only: {fixed}.",
+    ]
+
+
+def _class_prose(one: type) -> str:
+    """Give a class's docstring without its first sentence's paragraph and its errors."""
+    text = inspect.cleandoc(one.__doc__ or "").partition("\n\n")[2]
+    return text.partition("\nRaises:")[0].replace("see `ALIASES`", "see the table")
+
+
 SECTIONS: dict[str, dict[str, Callable[[], list[str]]]] = {
     "ir.md": {
         "symbols": symbols_section,
@@ -580,6 +620,10 @@ SECTIONS: dict[str, dict[str, Callable[[], list[str]]]] = {
         "errors": errors_section,
         "metrics": metrics_section,
         "endpoints": endpoints_section,
+    },
+    "pipeline.md": {
+        "generation fields": generation_section,
+        "engine settings": engine_settings_section,
     },
 }
 

@@ -156,3 +156,21 @@ def test_a_spawned_child_imports_the_project(run_python: RunPython, tmp_path: Pa
     )
     done = run_python(str(script), cwd=ROOT, PYTHONPATH=str(ROOT))
     assert (done.returncode, done.stdout) == (0, "T\n"), done.stderr
+
+
+def test_the_package_imports_nothing_heavy_and_exports_the_pipeline(run_python: RunPython) -> None:
+    code = (
+        f"import treadle, sys; print([name for name in {HEAVY} if name in sys.modules])\n"
+        "from treadle import EngineConfig, GenerationConfig, Response\n"
+        "print('torch' in sys.modules, 'pipeline' in dir(treadle))\n"
+        "from treadle import pipeline\n"
+        "print(pipeline.__module__)\n"
+    )
+    done = run_python("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split("\n") == ["[]", "False True", "treadle.runtime.pipeline", ""]
+
+
+def test_an_unknown_name_of_the_package_is_an_attribute_error(run_python: RunPython) -> None:
+    done = run_python("-c", "import treadle; treadle.pipelin")
+    assert "has no attribute 'pipelin'" in done.stderr

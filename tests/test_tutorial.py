@@ -24,7 +24,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # In this order: the later pages use what the tutorial has made, and its server.
-PAGES = ("tutorial.md", "kernels.md", "serving.md")
+PAGES = ("tutorial.md", "kernels.md", "serving.md", "pipeline.md")
 SOURCES = (".import", "ir", "kernels", "models", "runtime", "server", "cli.py")
 PORT = "8000"
 LIMIT_S = 300.0

@@ -1,0 +1,263 @@
+"""What a script says to the offline pipeline and gets back: settings, sampling, answers.
+
+Fields and defaults are LMDeploy's where they have a meaning here, so that its scripts go on.
+Must not know engines. Used by `runtime/pipeline.py`; scripts import it from `treadle`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from treadle.ir.errors import ConfigError, RequestError
+from treadle.runtime.request import SamplingParams, show_value
+
+# LMDeploy's names of settings -> ours.
+ALIASES = {
+    "session_len": "max_context_tokens",
+    "max_batch_size": "max_rows",
+    "block_size": "page_size",
+    "cache_block_seq_len": "page_size",
+    "max_prefill_token_num": "max_step_tokens",
+    "enable_prefix_caching": "prefix_cache",
+    "num_gpu_blocks": "num_pages",
+}
+# LMDeploy's settings that are accepted with the one value that describes what happens anyway.
+FIXED: dict[str, object] = {
+    "tp": 1,
+    "dp": 1,
+    "ep": 1,
+    "quant_policy": 0,
+    "adapters": None,
+    "eager_mode": False,
+    "model_format": None,
+    "num_cpu_blocks": 0,
+    "download_dir": None,
+    "revision": None,
+    "hf_overrides": None,
+}
+REMEDIES = {
+    "cache_max_entry_count": "Give the size of the KV cache: `kv_memory_bytes` or `num_pages`.",
+}
+
+
+@dataclass(init=False)
+class EngineConfig:
+    """Say how a pipeline compiles and serves its model. Empty, 0 or auto: decided for the machine.
+
+    `target`, `dtype`, `page_size` (tokens), `max_rows` (answers at once), `max_step_tokens` and
+    `max_context_tokens` (the window) shape what is compiled; an artifact has them already.
+    `kv_memory_bytes` or `num_pages` fix the KV cache, `max_waiting` the queue; `model_path` is
+    where an artifact's weights are now. LMDeploy's names are accepted too, see `ALIASES`.
+    Raises: ConfigError: an unknown name, one setting under two names, or a value not offered.
+    """
+
+    target: str = "auto"
+    dtype: str = "auto"
+    page_size: int = 0
+    max_rows: int = 0
+    max_step_tokens: int = 0
+    max_context_tokens: int = 0
+    kv_memory_bytes: int = 0
+    num_pages: int = 0
+    prefix_cache: bool = True
+    max_waiting: int = 1024
+    model_path: str = ""
+
+    def __init__(self, **settings: Any) -> None:
+        known = {own.name: own.default for own in fields(self)}
+        values = dict(known)
+        given: dict[str, str] = {}
+        for name, value in settings.items():
+            own = ALIASES.get(name, name)
+            if name in FIXED:
+                _check_fixed(name, value)
+            elif own not in known:
+                _refuse_name(name, (*known, *ALIASES, *FIXED))
+            elif own in given:
+                raise ConfigError(
+                    f"EngineConfig got `{given[own]}` and `{name}`, which are the same setting.",
+                    remedy="Leave one of them out.",
+                )
+            else:
+                given[own] = name
+                # LMDeploy writes None for: decide yourself.
+                values[own] = known[own] if value is None else value
+        for own, value in values.items():
+            _check_type(own, value, known[own])
+            setattr(self, own, value)
+
+
+def _check_fixed(name: str, value: object) -> None:
+    if value != FIXED[name]:
+        raise ConfigError(
+            f"`{name}` is not supported yet: expected {FIXED[name]!r}, found {show_value(value)}.",
+            remedy="Leave it out.",
+        )
+
+
+def _refuse_name(name: str, known: Sequence[str]) -> None:
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"Did you mean `{near[0]}`?" if near else f"It has {', '.join(known)}."
+    raise ConfigError(f"EngineConfig has no `{name}`.", remedy=REMEDIES.get(name, hint))
+
+
+def _check_type(name: str, value: object, default: object) -> None:
+    if type(value) is not type(default) or (isinstance(value, int) and value < 0):
+        kind = {str: "a string", bool: "True or False", int: "a whole number from 0"}
+        raise ConfigError(
+            f"Expected `{name}` to be {kind[type(default)]}, found {show_value(value)}."
+        )
+
+
+# Marks a field of LMDeploy's that only takes its default so far.
+NOT_YET = {"not_yet": True}
+
+
+# How errors of `SamplingParams` are told under the names that a script uses.
+_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "random_seed",
+    "stop": "stop_words",
+}
+
+
+@dataclass
+class GenerationConfig:
+    """Say how an answer is drawn and where it ends.
+
+    `do_sample` False: always the likeliest token; temperature, `top_k`, `top_p` and `min_p` have a
+    say only with True. `max_new_tokens`: at most as many, fewer where the window ends before;
+    None: as many as it holds. `random_seed` None: another answer each time. `stop_words` are texts
+    of any length and end the answer wherever they come up. `min_new_tokens` counts the token that
+    ends the answer. The fields from `n` on only take their defaults so far.
+    """
+
+    max_new_tokens: int | None = 512
+    do_sample: bool = False
+    top_p: float = 1.0
+    top_k: int = 50
+    min_p: float = 0.0
+    temperature: float = 0.8
+    random_seed: int | None = None
+    ignore_eos: bool = False
+    stop_words: Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    min_new_tokens: int | None = None
+    include_stop_str_in_output: bool = False
+    n: int = field(default=1, metadata=NOT_YET)
+    repetition_penalty: float = field(default=1.0, metadata=NOT_YET)
+    bad_words: Sequence[str] | None = field(default=None, metadata=NOT_YET)
+    bad_token_ids: Sequence[int] | None = field(default=None, metadata=NOT_YET)
+    skip_special_tokens: bool = field(default=True, metadata=NOT_YET)
+    spaces_between_special_tokens: bool = field(default=True, metadata=NOT_YET)
+    logprobs: int | None = field(default=None, metadata=NOT_YET)
+    response_format: Any = field(default=None, metadata=NOT_YET)
+    logits_processors: Any = field(default=None, metadata=NOT_YET)
+    output_logits: str | None = field(default=None, metadata=NOT_YET)
+    output_last_hidden_state: str | None = field(default=None, metadata=NOT_YET)
+    return_ppl: bool = field(default=False, metadata=NOT_YET)
+    repetition_ngram_size: int = field(default=0, metadata=NOT_YET)
+    repetition_ngram_threshold: int = field(default=0, metadata=NOT_YET)
+
+    def sampling(self) -> SamplingParams:
+        """Give these wishes in the engine's terms. Raises: RequestError: names the field."""
+        for own in fields(self):
+            value = getattr(self, own.name)
+            if own.metadata.get("not_yet") and value != own.default:
+                raise RequestError(
+                    f"`{own.name}` is not supported yet: expected {own.default!r}, found "
+                    f"{show_value(value)}.",
+                    remedy="Leave it out.",
+                    param=own.name,
+                    code="unsupported_field",
+                )
+        for name in ("do_sample", "ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(
+                    f"Expected `{name}` to be True or False, found "
+                    f"{show_value(getattr(self, name))}.",
+                    param=name,
+                )
+        params = SamplingParams(
+            max_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.random_seed,
+            stop=_as_tuple("stop_words", self.stop_words),
+            stop_token_ids=_as_tuple("stop_token_ids", self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            min_tokens=0 if self.min_new_tokens is None else self.min_new_tokens,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+        )
+        try:
+            params.validate()
+        except RequestError as error:
+            raise _rename(error) from None
+        if self.do_sample:
+            return params
+        return SamplingParams(
+            max_tokens=params.max_tokens,
+            temperature=0.0,
+            stop=params.stop,
+            stop_token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
+            min_tokens=params.min_tokens,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+        )
+
+
+def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise RequestError(
+            f"Expected `{name}` to be a list or None, found {show_value(value)}.", param=name
+        )
+    return tuple(value)
+
+
+def _rename(error: RequestError) -> RequestError:
+    message = error.message
+    for ours, theirs in _NAMES.items():
+        message = message.replace(f"`{ours}`", f"`{theirs}`")
+    param = _NAMES.get(error.param or "", error.param)
+    return RequestError(message, remedy=error.remedy, param=param, code=error.code)
+
+
+@dataclass
+class Response:
+    """Hold an answer, or what a stream adds to one.
+
+    `finish_reason`: stop, length, abort, error; None in a stream's chunk with more to follow.
+    `stop_reason`: the stop word or stop token that ended it; None for an end of sequence.
+    `index`: the prompt's place in the list. The numbers of tokens count the answer up to here, with
+    the token that ended it. With the reason `error`, `error_code` and `error_message` say why.
+    """
+
+    text: str = ""
+    generate_token_len: int = 0
+    input_token_len: int = 0
+    finish_reason: str | None = None
+    token_ids: list[int] = field(default_factory=list)
+    index: int = 0
+    cached_tokens: int = 0
+    stop_reason: str | int | None = None
+    error_code: str | None = None
+    error_message: str | None = None
+
+    def extend(self, other: Response) -> Response:
+        """Add a stream's next chunk to this answer, and give the answer."""
+        self.text += other.text
+        self.token_ids += other.token_ids
+        self.generate_token_len = other.generate_token_len
+        self.input_token_len = other.input_token_len
+        self.cached_tokens = other.cached_tokens
+        self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
+        self.error_code, self.error_message = other.error_code, other.error_message
+        return self
