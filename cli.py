@@ -30,7 +30,7 @@ import treadle
 from treadle.ir import knobs
 from treadle.ir.errors import MachineError, TreadleError
 from treadle.runtime.artifact import is_artifact, read_manifest
-from treadle.runtime.config import DTYPES, TARGETS
+from treadle.runtime.config import AUTOTUNE, DTYPES, TARGETS
 from treadle.runtime.progress import MODES
 
 INTERRUPTED = 130
@@ -233,6 +233,20 @@ sampling_options = options(
     metavar="DIR",
     help="Write the graph after each pass here, numbered, with what was not fused and why.",
 )
+@click.option(
+    "--autotune",
+    type=click.Choice(AUTOTUNE),
+    default="cached",
+    help="The kernels' schedules: the defaults (off), those tuned before, by you or as shipped "
+    "(cached), or tune now for up to 5 minutes (quick) or an hour (full), on a GPU.",
+    show_default=True,
+)
+@click.option(
+    "--pin",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A table of schedules that come before all others, as `tune --export` writes it.",
+)
 @progress_option
 @json_option
 def compile_command() -> None:
@@ -247,6 +261,89 @@ def compile_command() -> None:
       treadle compile model.gguf -o model.artifact --max-context-tokens 4096
       treadle compile ./Llama-3.2-1B -o h100.artifact --target cuda --arch sm_90
       treadle compile ./Llama-3.2-1B -o llama.artifact --dump passes/
+      treadle compile ./Llama-3.2-1B -o llama.artifact --autotune quick
+    """
+
+
+@command("tune", "runtime.tune_command:run_tune")
+@click.argument("source", metavar="[MODEL]", default="")
+@click.option(
+    "--batches",
+    default="1,8,32,128",
+    metavar="N,...",
+    help="Decode steps of so many sequences; the sizes of programs are powers of two.",
+    show_default=True,
+)
+@click.option(
+    "--prompts",
+    default="1x1024",
+    metavar="NxTOKENS,...",
+    help="Steps of N whole prompts, of so many tokens each. Empty for none.",
+    show_default=True,
+)
+@click.option(
+    "--context",
+    type=int,
+    default=1024,
+    help="Tokens before each sequence of a decode step.",
+    show_default=True,
+)
+@click.option(
+    "--autotune",
+    type=click.Choice(["quick", "full"]),
+    default="full",
+    help="Time a few likely candidates of each kernel, or all.",
+    show_default=True,
+)
+@click.option(
+    "--budget",
+    type=float,
+    default=0.0,
+    metavar="SECONDS",
+    help="Stop after this time; the same command goes on there. Default: 300 for quick, 3600 for "
+    "full.",
+)
+@click.option("--again", is_flag=True, help="Tune programs that were tuned to the end before.")
+@click.option(
+    "--dtype",
+    type=click.Choice(list(DTYPES)),
+    help="What to compute in. Default: the checkpoint's dtype.",
+)
+@click.option("--page-size", type=int, default=0, help="Tokens per page of the KV cache.")
+@click.option(
+    "--max-context-tokens", type=int, default=0, help="The window: prompt and answer together."
+)
+@click.option(
+    "--export",
+    "export_to",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the schedules in use for a GPU, tuned and shipped, as JSON. Takes no MODEL.",
+)
+@click.option(
+    "--import",
+    "import_from",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Add the schedules of such a file to your own. Takes no MODEL.",
+)
+@click.option("--gpu", default="", metavar="NAME", help="The GPU to export. Default: the one here.")
+@progress_option
+@json_option
+def tune_command() -> None:
+    """Find the fastest schedules of a model's kernels on this GPU.
+
+    Times each kernel's candidates inside whole steps of the model with random weights; reads no
+    weights of its own. The winners go to a table in the cache folder, which `compile` uses before
+    the shipped one; every timing goes to a log beside it, and what is in there is not timed again.
+    Tables move between machines with --export and --import.
+
+    \b
+    Examples:
+      treadle tune ./Llama-3.2-1B
+      treadle tune ./Llama-3.2-1B --batches 1,2,4 --prompts '' --budget 600
+      treadle tune --export h200.json
+      treadle tune --import h200.json
     """
 
 

@@ -30,6 +30,7 @@ from treadle.runtime.loading import ServeOptions, load_model
 from treadle.runtime.progress import Progress
 from treadle.runtime.request import Delta, SamplingParams, Usage, collect, fit_to_window
 from treadle.runtime.tokenizer import Tokenizer
+from treadle.runtime.tune_command import BUDGET_S, tune_for_compile
 
 Report = Callable[[str], None]
 
@@ -45,6 +46,8 @@ def run_compile(
     max_step_tokens: int,
     max_context_tokens: int,
     dump: Path | None,
+    autotune: str,
+    pin: Path | None,
     progress: str,
     as_json: bool,
 ) -> None:
@@ -58,11 +61,15 @@ def run_compile(
         max_step_tokens=max_step_tokens,
         max_context_tokens=max_context_tokens,
         dump=dump,
+        autotune=autotune,
+        pin=pin,
     )
     with Progress(progress) as shown:
         # Before the long part, so that nobody waits for a result in the wrong place.
         shown.note(f"output: {out}")
         with shown.phases() as report:
+            if autotune in BUDGET_S:
+                tune_for_compile(source, options, report)
             result = compiler.compile_model(source, out, options, report)
     manifest = result.artifact.manifest
     if as_json:

@@ -18,7 +18,6 @@ from treadle.ir import knobs, pipeline
 from treadle.ir.errors import ArtifactError, CheckpointError, ConfigError
 from treadle.ir.graph import Graph
 from treadle.ir.text import print_graph
-from treadle.kernels.tuned import shipped_table
 from treadle.models.config import ModelConfig
 from treadle.models.registry import build_graph, find_family, read_config
 from treadle.runtime import artifact as artifacts
@@ -27,6 +26,7 @@ from treadle.runtime.artifact import TOKENIZER, Artifact, Manifest
 from treadle.runtime.binaries import BINARIES, compile_binaries, jobs_of
 from treadle.runtime.checkpoint import Checkpoint, open_checkpoint
 from treadle.runtime.config import DTYPES, EngineConfig
+from treadle.runtime.tables import table_for
 from treadle.runtime.tokenizer import Tokenizer
 from treadle.runtime.weights import check_names
 
@@ -46,7 +46,8 @@ class CompileOptions:
     """Say how to compile. Empty or 0 means: decide from the model and the machine.
 
     `target` auto, cuda, interpret or reference; `architecture` the GPU to compile for (`sm_90`),
-    which need not be in this machine; `dtype` the compute dtype; sizes as in `EngineConfig`.
+    which need not be in this machine; `dtype` the compute dtype; sizes as in `EngineConfig`;
+    `autotune` off for the default schedules, else the tuned ones; `pin` a table that comes first.
     """
 
     target: str = "auto"
@@ -57,6 +58,8 @@ class CompileOptions:
     max_step_tokens: int = 0
     max_context_tokens: int = 0
     dump: Path | None = None
+    autotune: str = "cached"
+    pin: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ def compile_model(
             (folder / "graph" / f"{step}.authored.ir").write_text(print_graph(graph))
         for form, graph in compilation.fused.items():
             (folder / "graph" / f"{form}.ir").write_text(print_graph(graph))
-        table = shipped_table(manifest.gpu, manifest.architecture)
+        table = table_for(manifest.gpu, manifest.architecture, options.autotune, options.pin)
         stale: list[str] = []
         plan = planner.plan_programs(
             compilation.fused,
@@ -251,6 +254,9 @@ def _manifest(
         if name != "key"
     }
     parts["source"] = source_fingerprint()
+    if engine.target == "cuda":
+        table = table_for(gpu, architecture, options.autotune, options.pin)
+        parts["schedules"] = table.fingerprint()
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return replace(manifest, key=key)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from treadle.ir.errors import ConfigError
 
+AUTOTUNE = ("off", "cached", "quick", "full")
 TARGETS = ("cuda", "interpret", "reference")
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 

@@ -13,8 +13,6 @@ from treadle.ir.errors import ConfigError
 from treadle.kernels.tuned import TYPICAL_GPU, TunedTable, read_table, shipped_table
 from treadle.runtime.artifact import write_error
 
-AUTOTUNE = ("off", "cached", "quick", "full")
-
 
 def table_path(gpu: str) -> Path:
     """Give the place of the user's table for a GPU."""

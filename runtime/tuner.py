@@ -153,7 +153,7 @@ class Space:
         self._identities[key] = tuple(
             fingerprint(next(c for c in candidates if c.template == template).emit())
             for template in dict.fromkeys(c.template for c in candidates)
-        )
+        ) + tuple(str(c.schedule) for c in candidates)
         # What an earlier session found is where this one starts.
         known = table.choose(op, self.graph, self.where, iter(candidates), on_stale=report)
         if self.autotune == "quick":
@@ -195,7 +195,8 @@ class Space:
 
     def identity(self) -> str:
         """Name all that a tuning of this program depends on: kernels' sources, GPU, versions."""
-        return fingerprint(json.dumps([self._conditions(), self.autotune, self._identities]))
+        facts = [self._conditions(), self.autotune, self.keys, self._identities]
+        return fingerprint(json.dumps(facts))
 
     def context(self, key: str, modules: Mapping[str, str]) -> str:
         """Name what a timing of this key's kernel depends on besides the kernel itself."""
