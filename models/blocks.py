@@ -46,7 +46,7 @@ def rotary_attention(layer: Layer, x: Value, config: ModelConfig, table: Value) 
         "self_attn.k_proj": kv_width,
         "self_attn.v_proj": kv_width,
     }
-    qkv = layer.project(x, "qkv", modules, bias=config.attention_bias)
+    qkv = layer.project(x, "qkv", modules, bias=config.qkv_bias)
     q, k, v = b.split(qkv, q_width, kv_width, kv_width, name="q k v")
     attended = b.attention(
         b.rope(q, table, head_dim=head_dim, name="q_rope"),
@@ -60,7 +60,7 @@ def rotary_attention(layer: Layer, x: Value, config: ModelConfig, table: Value) 
         name="attended",
     )
     output = {"self_attn.o_proj": config.hidden_size}
-    return layer.project(attended, "o", output, bias=config.attention_bias)
+    return layer.project(attended, "o", output, bias=config.output_bias)
 
 
 def gated_mlp(layer: Layer, x: Value, config: ModelConfig) -> Value:

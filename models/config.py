@@ -47,8 +47,10 @@ class RopeConfig:
 class ModelConfig:
     """Hold what a Llama-like model's spec needs to know. Sizes are counts of elements, not bytes.
 
-    `sliding_window` is None where attention sees the whole context. `unknown_keys` are the config's
-    keys that nobody reads and nobody listed as harmless; they are for display.
+    `qkv_bias` says whether q, k and v have biases, `output_bias` whether attention's output
+    projection has one. `sliding_window` is None where attention sees the whole context.
+    `unknown_keys` are the config's keys that nobody reads and nobody listed as harmless; they are
+    for display.
     """
 
     architecture: str
@@ -62,7 +64,8 @@ class ModelConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    output_bias: bool
     mlp_bias: bool
     hidden_act: str
     rope: RopeConfig
@@ -75,23 +78,40 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class _Defaults:
-    """Say what an absent key means for one architecture; the values are transformers' own."""
+    """Say what an absent key means for one architecture; the values are transformers' own.
+
+    `bias_keys` are those that the architecture heeds; `has_qkv_bias` says that q, k and v have
+    biases whatever the config says.
+    """
 
     model_type: str
     max_position_embeddings: int
-    num_kv_heads: int | None  # None: as many as query heads
-    sliding_window: int | None
-    has_biases: bool
+    num_kv_heads: int | None = None  # None: as many as query heads
+    head_dim: int | None = None  # None: hidden size / heads
+    sliding_window: int | None = None
+    use_sliding_window: bool = True
+    bias_keys: tuple[str, ...] = ()
+    has_qkv_bias: bool = False
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     tie_word_embeddings: bool = False
-    bos_token_id: int = 1
-    eos_token_id: int = 2
+    bos_token_id: int | None = 1
+    eos_token_id: int | None = 2
 
 
 _DEFAULTS: dict[str, _Defaults] = {
-    "LlamaForCausalLM": _Defaults("llama", 2048, None, None, has_biases=True),
-    "MistralForCausalLM": _Defaults("mistral", 131072, 8, 4096, has_biases=False),
+    "LlamaForCausalLM": _Defaults("llama", 2048, bias_keys=("attention_bias", "mlp_bias")),
+    "MistralForCausalLM": _Defaults("mistral", 131072, num_kv_heads=8, sliding_window=4096),
+    "Qwen2ForCausalLM": _Defaults(
+        "qwen2",
+        32768,
+        num_kv_heads=32,
+        sliding_window=4096,
+        use_sliding_window=False,
+        has_qkv_bias=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
 }
 
 # Keys that would change the maths: accepted only with a value under which they change nothing.
@@ -206,11 +226,12 @@ def from_hf(config: Mapping[str, object]) -> ModelConfig:
     hidden_size = reader.positive_int("hidden_size")
     num_heads = reader.positive_int("num_attention_heads")
     num_kv_heads = _read_kv_heads(reader, num_heads, defaults)
-    head_dim = _read_head_dim(reader, hidden_size, num_heads)
+    head_dim = _read_head_dim(reader, hidden_size, num_heads, defaults)
     max_positions = reader.positive_int(
         "max_position_embeddings", defaults.max_position_embeddings if defaults else None
     )
     num_layers = reader.positive_int("num_hidden_layers")
+    attention_bias = _read_bias(reader, "attention_bias", architecture, defaults)
     _check_layer_types(reader, num_layers)
     _check_only_neutral(reader)
     rope, unknown_rope_keys = _read_rope(reader, head_dim, max_positions, defaults)
@@ -231,7 +252,8 @@ def from_hf(config: Mapping[str, object]) -> ModelConfig:
         tie_word_embeddings=reader.boolean(
             "tie_word_embeddings", defaults.tie_word_embeddings if defaults else None
         ),
-        attention_bias=_read_bias(reader, "attention_bias", architecture, defaults),
+        qkv_bias=attention_bias or (defaults is not None and defaults.has_qkv_bias),
+        output_bias=attention_bias,
         mlp_bias=_read_bias(reader, "mlp_bias", architecture, defaults),
         hidden_act=_read_activation(reader),
         rope=rope,
@@ -394,8 +416,12 @@ def _read_kv_heads(reader: _Reader, num_heads: int, defaults: _Defaults | None) 
     return num_kv_heads
 
 
-def _read_head_dim(reader: _Reader, hidden_size: int, num_heads: int) -> int:
+def _read_head_dim(
+    reader: _Reader, hidden_size: int, num_heads: int, defaults: _Defaults | None
+) -> int:
     """Take the explicit `head_dim`, or else hidden size / heads; the two may differ."""
+    if defaults and defaults.head_dim and reader.is_absent("head_dim"):
+        return defaults.head_dim
     if reader.get("head_dim") is not None:
         return reader.positive_int("head_dim")
     if hidden_size % num_heads:
@@ -418,9 +444,9 @@ def _check_only_neutral(reader: _Reader) -> None:
 
 def _read_bias(reader: _Reader, key: str, architecture: str, defaults: _Defaults | None) -> bool:
     biased = reader.boolean(key, False)
-    if biased and defaults and not defaults.has_biases:
+    if biased and defaults and key not in defaults.bias_keys:
         raise SpecError(
-            f"`{architecture}` has no biases in its linear layers; found `{key}` = true.",
+            f"In `{architecture}` no `{key}` turns biases on or off; found `{key}` = true.",
             remedy=f"Set `{key}` to false, or name the architecture that the weights belong to.",
         )
     return biased
@@ -470,7 +496,8 @@ def _read_sliding_window(
 ) -> int | None:
     absent = reader.is_absent("sliding_window")
     value = reader.get("sliding_window", defaults.sliding_window if defaults else None)
-    if reader.get("use_sliding_window") is False or value is None:
+    is_used = reader.get("use_sliding_window", defaults.use_sliding_window if defaults else None)
+    if is_used is False or value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         _bad_value("sliding_window", value, "a whole number of at least 1, or null")

@@ -1,4 +1,4 @@
-"""The Llama family: Llama 2 and 3, Mistral, SmolLM2 and everything of their shape.
+"""The Llama family: Llama 2 and 3, Mistral, Qwen2, SmolLM2 and everything of their shape.
 
 Pre-norm blocks, grouped-query attention with rotary positions, a SwiGLU feed-forward, and a head
 that may be tied to the embedding. Biases, rope scaling and head sizes come from the config.
@@ -15,7 +15,7 @@ from treadle.models.config import (
     rope_inverse_frequencies,
 )
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 
 
 def build(config: ModelConfig, b: GraphBuilder) -> Graph:

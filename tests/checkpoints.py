@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -226,12 +227,7 @@ def make_llama(
     else:
         assert not attention_bias and not mlp_bias, "Mistral has no biases"
         model = MistralForCausalLM(MistralConfig(**settings, sliding_window=None))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            values = torch.randn(parameter.shape, generator=generator)
-            is_norm = "norm" in name
-            parameter.copy_(1 + 0.1 * values if is_norm else std * values)
+    _randomise(model, seed, std)
     _save(model, path, dtype)
     if shards > 1:
         split_into_shards(path, shards)
@@ -239,6 +235,42 @@ def make_llama(
         _write_tokenizer(path, _Vocabulary().texts(vocab_size), CHAT_TEMPLATE)
         _write_generation_config(path, None)
     return path
+
+
+def make_family(
+    path: Path, model_type: str, *, seed: int = 0, std: float = 0.3, **changes: Any
+) -> Path:
+    """Write a checkpoint of any architecture of transformers, sized and filled as by `make_llama`.
+
+    `changes` are keys of its config; its own defaults hold for what is not a size.
+    """
+    settings: dict[str, Any] = dict(
+        num_hidden_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        vocab_size=320,
+        max_position_embeddings=128,
+        **_token_ids(320),
+    )
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **(settings | changes))
+    )
+    _randomise(model, seed, std)
+    _save(model, path, "float32")
+    _write_tokenizer(path, _Vocabulary().texts(320), CHAT_TEMPLATE)
+    _write_generation_config(path, None)
+    return path
+
+
+def _randomise(model: Any, seed: int, std: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            values = torch.randn(parameter.shape, generator=generator)
+            is_norm = "norm" in name
+            parameter.copy_(1 + 0.1 * values if is_norm else std * values)
 
 
 def split_into_shards(path: Path, shards: int) -> None:

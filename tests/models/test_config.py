@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig
+from transformers import LlamaConfig, MistralConfig, Qwen2Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -60,6 +60,8 @@ MISTRAL_7B_V3 = """{"architectures": ["MistralForCausalLM"], "attention_dropout"
  "sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
  "transformers_version": "4.42.0.dev0", "use_cache": true, "vocab_size": 32768}"""
 
+JUDGES = [LlamaConfig, MistralConfig, Qwen2Config]
+
 
 def hf(**changes: object) -> dict[str, Any]:
     """Make the config dict of a tiny Llama, with keys changed; `...` removes one."""
@@ -92,12 +94,15 @@ def assert_matches(model: ModelConfig, judge: Any) -> None:
     assert model.num_layers == judge.num_hidden_layers
     assert model.num_heads == judge.num_attention_heads
     assert model.num_kv_heads == judge.num_key_value_heads
-    assert model.head_dim == judge.head_dim
+    hidden_per_head = judge.hidden_size // judge.num_attention_heads
+    assert model.head_dim == (getattr(judge, "head_dim", None) or hidden_per_head)
     assert model.intermediate_size == judge.intermediate_size
     assert model.rms_norm_eps == judge.rms_norm_eps
     assert model.max_position_embeddings == judge.max_position_embeddings
     assert model.tie_word_embeddings == judge.tie_word_embeddings
-    assert model.attention_bias == getattr(judge, "attention_bias", False)
+    has_bias = getattr(judge, "attention_bias", False)
+    assert model.output_bias == has_bias
+    assert model.qkv_bias == (has_bias or judge.model_type == "qwen2")
     assert model.mlp_bias == getattr(judge, "mlp_bias", False)
     assert model.hidden_act == judge.hidden_act
     assert model.rope.theta == judge.rope_parameters["rope_theta"]
@@ -119,7 +124,7 @@ def test_published_configs_read_as_transformers_reads_them(text: str) -> None:
     assert model.unknown_keys == ()
 
 
-@pytest.mark.parametrize("judge_class", [LlamaConfig, MistralConfig])
+@pytest.mark.parametrize("judge_class", JUDGES)
 def test_random_configs_saved_by_transformers_read_back_with_no_unknown_key(
     judge_class: type, rng_seed: int
 ) -> None:
@@ -146,7 +151,7 @@ def test_random_configs_saved_by_transformers_read_back_with_no_unknown_key(
         }
         if judge_class is LlamaConfig:
             settings |= {"attention_bias": rng.random() < 0.5, "mlp_bias": rng.random() < 0.5}
-        else:
+        elif judge_class is MistralConfig:
             settings["sliding_window"] = None
         judge = judge_class(**settings)
         model = from_hf(json.loads(judge.to_json_string(use_diff=rng.random() < 0.5)))
@@ -155,14 +160,14 @@ def test_random_configs_saved_by_transformers_read_back_with_no_unknown_key(
         assert model.unknown_keys == ()
 
 
-@pytest.mark.parametrize("judge_class", [LlamaConfig, MistralConfig])
+@pytest.mark.parametrize("judge_class", JUDGES)
 def test_an_absent_key_means_what_it_means_to_transformers(judge_class: type) -> None:
     architecture = judge_class.__name__.replace("Config", "ForCausalLM")
     sizes: dict[str, Any] = {
         "vocab_size": 320,
         "hidden_size": 64,
         "num_hidden_layers": 2,
-        "num_attention_heads": 16,
+        "num_attention_heads": 32,
         "intermediate_size": 128,
     }
     if judge_class is MistralConfig:
