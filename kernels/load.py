@@ -14,6 +14,7 @@ from treadle.ir import knobs
 from treadle.ir.errors import KernelError
 from treadle.ir.files import write_whole
 from treadle.ir.graph import fingerprint
+from treadle.kernels.interpreter import repair_interpreter
 
 
 def write_module(text: str, name: str, folder: Path | None = None) -> Path:
@@ -44,6 +45,8 @@ def load_module(source: Path | str, name: str) -> ModuleType:
         return sys.modules[qualified]
     spec = importlib.util.spec_from_file_location(qualified, path)
     assert spec is not None and spec.loader is not None, f"no import loader for {path}"
+    if knobs.triton_interpret():
+        repair_interpreter()
     module = importlib.util.module_from_spec(spec)
     sys.modules[qualified] = module
     try:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.util
 from types import ModuleType
 
+from treadle.kernels.interpreter import repair_interpreter
+
 Fact = int | float | bool | str
 
 
@@ -17,6 +19,7 @@ def load_template(
     """Import `kernels/templates/NAME.py` anew, with some entries of SHAPE and SCHEDULE changed."""
     spec = importlib.util.find_spec(f"treadle.kernels.templates.{name}")
     assert spec is not None and spec.loader is not None, f"template `{name}` not found"
+    repair_interpreter()
     template = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(template)
     for facts, changes in ((template.SHAPE, shape), (template.SCHEDULE, schedule)):
