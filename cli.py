@@ -390,6 +390,13 @@ def tune_command() -> None:
 @click.option(
     "--max-body", type=Size(), default="32MiB", help="The largest request.", show_default=True
 )
+@click.option("--open-metrics", is_flag=True, help="Give /metrics without a key too.")
+@click.option(
+    "--cors-origin",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Let web pages of this origin call, such as http://localhost:3000; * for all. Repeatable.",
+)
 @target_option
 @progress_option
 def serve_command() -> None:

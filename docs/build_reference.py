@@ -445,6 +445,17 @@ def fields_section(group: str) -> list[str]:
     )
 
 
+def tokenize_section() -> list[str]:
+    """List the fields of the tokenizer's requests."""
+    kinds = {"/tokenize": schema.TokenizeRequest, "/detokenize": schema.DetokenizeRequest}
+    rows = (
+        (endpoint, f"`{name}`", _cell(accepts), f"`{default}`", _cell(doc))
+        for endpoint, kind in kinds.items()
+        for name, accepts, default, doc in schema.describe(kind)
+    )
+    return table("endpoint | field | accepts | default | meaning", rows)
+
+
 def unsupported_section() -> list[str]:
     """List the fields that are refused by name unless they ask for nothing."""
     endpoints = {schema.ChatRequest: "chat", schema.CompletionRequest: "completions"}
@@ -560,8 +571,6 @@ def metrics_section() -> list[str]:
     return table("metric | type | meaning", rows)
 
 
-# --- pages ----------------------------------------------------------------------------------------
-
 # --- pipeline.md ----------------------------------------------------------------------------------
 
 
@@ -601,6 +610,9 @@ def _class_prose(one: type) -> str:
     return text.partition("\nRaises:")[0].replace("see `ALIASES`", "see the table")
 
 
+# --- pages ----------------------------------------------------------------------------------------
+
+
 SECTIONS: dict[str, dict[str, Callable[[], list[str]]]] = {
     "ir.md": {
         "symbols": symbols_section,
@@ -617,6 +629,7 @@ SECTIONS: dict[str, dict[str, Callable[[], list[str]]]] = {
         "completion fields": functools.partial(fields_section, "completions"),
         "fields without effect": functools.partial(fields_section, "without effect"),
         "unsupported fields": unsupported_section,
+        "tokenize fields": tokenize_section,
         "errors": errors_section,
         "metrics": metrics_section,
         "endpoints": endpoints_section,

@@ -195,14 +195,21 @@ class Tokenizer:
         begin = self._backend.encode(text[:num_characters], add_special_tokens=False)
         return len(begin) > max_tokens + _PROBE_MARGIN_TOKENS
 
-    def decode(self, token_ids: Iterable[int], *, continues_text: bool = False) -> str:
-        """Turn token ids into text in one go.
+    def decode(
+        self,
+        token_ids: Iterable[int],
+        *,
+        continues_text: bool = False,
+        keeps_special: bool = False,
+    ) -> str:
+        """Turn token ids into text in one go. `keeps_special`: special tokens are written out.
 
         `continues_text`: the ids follow another text, so the space that begins their first word is
         kept. It only matters to tokenizers that mark words with a leading `▁`.
         """
+        assert not (continues_text and keeps_special), "nothing asks for both"
         if not continues_text or self.is_byte_level:
-            return self._backend.decode(list(token_ids), skip_special_tokens=True)
+            return self._backend.decode(list(token_ids), skip_special_tokens=not keeps_special)
         pieces = [piece for i in token_ids if (piece := self.piece(i)) is not None]
         return self.join_pieces(pieces, first=False)
 
@@ -268,6 +275,22 @@ class Tokenizer:
         """
         text = self.render_chat(messages, tools, add_generation_prompt, **kwargs)
         return self.encode(text, add_special_tokens=False)
+
+    def spelling(self, token_id: int) -> str:
+        """Give a token as the vocabulary spells it; nothing for an id without an entry."""
+        return self._backend.id_to_token(token_id) or ""
+
+    def describe(self) -> dict[str, Any]:
+        """Give what a client needs to do without the tokenizer's files: tokens and template."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        found = {name: getattr(self._hf, name) for name in names}
+        return {
+            "tokenizer_class": type(self._hf).__name__,
+            **{name: None if token is None else str(token) for name, token in found.items()},
+            "eos_token_ids": sorted(self.eos_token_ids),
+            "vocab_size": self.vocab_size,
+            "chat_template": self._hf.chat_template,
+        }
 
     def piece(self, token_id: int) -> str | None:
         """Give a token as the vocabulary spells it; None if it adds nothing to a text."""

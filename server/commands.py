@@ -25,6 +25,8 @@ def run_serve(
     api_key: tuple[str, ...],
     drain_s: float,
     max_body: int,
+    open_metrics: bool,
+    cors_origin: tuple[str, ...],
     kv_memory: int,
     num_pages: int,
     prefix_cache: bool,
@@ -51,7 +53,10 @@ def run_serve(
         model_path=model_path,
     )
     server_options = ServerOptions(
-        api_keys=api_key or knobs.api_keys(), client_max_size_bytes=max_body
+        api_keys=api_key or knobs.api_keys(),
+        client_max_size_bytes=max_body,
+        open_metrics=open_metrics,
+        cors_origins=cors_origin,
     )
     addresses: list[str] = []
 

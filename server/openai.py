@@ -14,10 +14,9 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
-from aiohttp.web_exceptions import HTTPRequestEntityTooLarge
 
 import treadle
 from treadle.ir.errors import QueueFullError, RequestError, TreadleError
@@ -32,17 +31,15 @@ from treadle.runtime.request import (
     show_value,
 )
 from treadle.server.errors import error_event, log_fault
+from treadle.server.reading import check_model, read_request
 from treadle.server.schema import (
     DEFAULT_COMPLETION_TOKENS,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
-    parse_request,
 )
 from treadle.server.state import ENGINE, METRICS, OPTIONS, STATE, Metrics, require_ready
 
-# Reading a body of this size takes about a millisecond; longer ones are read beside the event loop.
-INLINE_BODY_BYTES = 64 * 2**10
 SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -53,8 +50,6 @@ logger = logging.getLogger("treadle.server")
 
 # Made once: a stream writes one object per token.
 _encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-G = TypeVar("G", bound=GenerateRequest)
 
 
 def add_routes(app: web.Application) -> None:
@@ -72,7 +67,7 @@ async def list_models(request: web.Request) -> web.Response:
 
 async def show_model(request: web.Request) -> web.Response:
     """Describe one model by its name."""
-    _check_model(request.app[ENGINE], request.match_info["id"])
+    check_model(request.app[ENGINE], request.match_info["id"])
     return web.json_response(_describe_model(request.app))
 
 
@@ -80,8 +75,8 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     start_s = time.monotonic()
     engine = require_ready(request.app)
-    chat = await _read_request(request, ChatRequest)
-    _check_model(engine, chat.model)
+    chat = await read_request(request, ChatRequest)
+    check_model(engine, chat.model)
     prompt_ids = await asyncio.to_thread(_encode_chat, engine, chat)
     params = fit_to_window(
         _check_stop_ids(engine, chat.sampling()),
@@ -98,8 +93,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     """Go on from one or several prompts."""
     start_s = time.monotonic()
     engine = require_ready(request.app)
-    completion = await _read_request(request, CompletionRequest)
-    _check_model(engine, completion.model)
+    completion = await read_request(request, CompletionRequest)
+    check_model(engine, completion.model)
     params = _check_stop_ids(engine, completion.sampling())
     work = []
     for prompt in completion.prompt:
@@ -119,57 +114,6 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
 
 
 # --- reading --------------------------------------------------------------------------------------
-
-
-async def _read_request(request: web.Request, kind: type[G]) -> G:
-    """Read and check a request's body.
-
-    Raises: RequestError: a wrong content type, too large a body, or a mistake in it.
-    """
-    charset = (request.charset or "utf-8").lower()
-    if request.content_type != "application/json" or charset not in ("utf-8", "utf8"):
-        found = request.headers.get("Content-Type")
-        raise RequestError(
-            "Expected the header `Content-Type: application/json`, found "
-            f"{'none' if found is None else show_value(found)}.",
-            remedy="Send the request as JSON in UTF-8.",
-            code="unsupported_media_type",
-        )
-    most = request.app[OPTIONS].client_max_size_bytes
-    size = request.content_length
-    if size is not None and size > most:
-        raise _too_large(f"{size}", most)
-    try:
-        body = await request.read()
-    except HTTPRequestEntityTooLarge:
-        raise _too_large("more", most) from None
-    except (web.RequestPayloadError, ValueError) as error:
-        # A broken chunk or a body that is not compressed as its header says.
-        raise RequestError(
-            f"Expected a body that can be read, found that it can't: {type(error).__name__}.",
-            code="invalid_body",
-        ) from error
-    if len(body) <= INLINE_BODY_BYTES:
-        return parse_request(kind, body)
-    return await asyncio.to_thread(parse_request, kind, body)
-
-
-def _too_large(found: str, most: int) -> RequestError:
-    return RequestError(
-        f"Expected a body of at most {most} bytes, found {found}.",
-        remedy="Send less at once; the server's operator can raise the limit.",
-        code="body_too_large",
-    )
-
-
-def _check_model(engine: Engine, name: str | None) -> None:
-    if name is not None and name != engine.model_name:
-        raise RequestError(
-            f"The model {show_value(name)} is not served here.",
-            remedy=f"This server has `{engine.model_name}`.",
-            param="model",
-            code="model_not_found",
-        )
 
 
 def _check_stop_ids(engine: Engine, params: SamplingParams) -> SamplingParams:

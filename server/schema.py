@@ -1,4 +1,4 @@
-"""The OpenAI requests as Treadle reads them: one declaration per field, and nothing ignored.
+"""The requests as Treadle reads them: one declaration per field, and nothing ignored.
 
 Must not know engines or HTTP. `server/openai.py` reads bodies with it; the reference page of the
 documentation is printed from it.
@@ -404,12 +404,21 @@ def _read_stream_options(value: object, path: str) -> StreamOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateRequest:
-    """Hold the fields that /v1/chat/completions and /v1/completions share."""
+class Request:
+    """Hold what all requests have."""
 
     model: str | None = declare(
         string(512), None, doc="The model's name as /v1/models gives it; may be left out."
     )
+
+    def check(self) -> None:
+        """Compare the fields with each other. Raises: RequestError."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest(Request):
+    """Hold the fields that /v1/chat/completions and /v1/completions share."""
+
     max_tokens: int | None = declare(
         whole(1, INT32_MAX),
         None,
@@ -525,6 +534,69 @@ class CompletionRequest(GenerateRequest):
     )
 
 
+MAX_TOKEN_IDS = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeRequest(Request):
+    """Hold the body of /tokenize."""
+
+    prompt: str | None = declare(string(), None, doc="A text; either this or `messages`.")
+    messages: tuple[dict[str, Any], ...] | None = declare(
+        MESSAGES, None, doc="A conversation, which the chat template writes as a text."
+    )
+    add_special_tokens: bool | None = declare(
+        boolean(),
+        None,
+        doc="Add what the tokenizer puts around a raw text, such as BOS: true for a `prompt` "
+        "unless told otherwise. With `messages` the template has them, and true is refused.",
+    )
+    add_generation_prompt: bool = declare(
+        boolean(), True, doc="With `messages`: end with the opening of an assistant's turn."
+    )
+    chat_template_kwargs: dict[str, Any] | None = declare(  # noqa: RUF009, as every field here
+        json_object(("messages", "tools", "add_generation_prompt")),
+        None,
+        doc="With `messages`: the chat template's own switches.",
+    )
+    return_token_strs: bool = declare(
+        boolean(), False, doc="Give each token as the vocabulary spells it too, as `token_strs`."
+    )
+
+    def check(self) -> None:
+        """Compare the fields with each other. Raises: RequestError."""
+        if (self.prompt is None) == (self.messages is None):
+            found = "neither" if self.prompt is None else "both"
+            raise RequestError(
+                f"Expected either `prompt` or `messages`, found {found}.",
+                param="prompt",
+                code="invalid_value",
+            )
+        if self.messages is not None and self.add_special_tokens:
+            raise RequestError(
+                "Expected `add_special_tokens` false with `messages`, found true: the chat "
+                "template writes all special tokens.",
+                remedy="Leave it out.",
+                param="add_special_tokens",
+                code="invalid_value",
+            )
+        if self.messages is None and self.chat_template_kwargs is not None:
+            raise RequestError(
+                "Expected `chat_template_kwargs` only with `messages`, found it without.",
+                param="chat_template_kwargs",
+                code="invalid_value",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetokenizeRequest(Request):
+    """Hold the body of /detokenize."""
+
+    tokens: tuple[int, ...] = declare(
+        list_of(whole(0, INT32_MAX), MAX_TOKEN_IDS), doc="Token ids; special ones are written out."
+    )
+
+
 # Accepted because clients send them as a matter of course; they say nothing about the answer.
 WITHOUT_EFFECT: dict[str, Check] = {
     "user": string(),
@@ -541,7 +613,7 @@ _UNSUPPORTED: dict[str, Check] = {
     "logit_bias": only({}),
     "service_tier": only("auto", "default"),
 }
-UNSUPPORTED: dict[type[GenerateRequest], dict[str, Check]] = {
+UNSUPPORTED: dict[type[Request], dict[str, Check]] = {
     ChatRequest: {
         **_UNSUPPORTED,
         "logprobs": only(False),
@@ -568,16 +640,17 @@ UNSUPPORTED: dict[type[GenerateRequest], dict[str, Check]] = {
     },
 }
 
-G = TypeVar("G", bound=GenerateRequest)
+Q = TypeVar("Q", bound=Request)
 
 
-def parse_request(kind: type[G], body: bytes) -> G:
+def parse_request(kind: type[Q], body: bytes) -> Q:
     """Read a request's body.
 
     Raises: RequestError: not JSON; a field unknown, missing, out of range or not supported. The
     first mistake found is reported, with the field's path as `param`.
     """
-    request = _read_fields(kind, WITHOUT_EFFECT | UNSUPPORTED[kind], parse_json(body), "")
+    others = WITHOUT_EFFECT | UNSUPPORTED[kind] if kind in UNSUPPORTED else {}
+    request = _read_fields(kind, others, parse_json(body), "")
     request.check()
     return request
 
@@ -601,13 +674,15 @@ def parse_json(body: bytes) -> object:
         _refuse_json(str(error))
 
 
-def describe(kind: type[GenerateRequest]) -> list[tuple[str, str, str, str]]:
+def describe(kind: type[Request]) -> list[tuple[str, str, str, str]]:
     """List a request's fields for the documentation: name, what is accepted, default, meaning."""
     rows = []
     for declared in fields(kind):
         default = "required" if declared.default is MISSING else json.dumps(declared.default)
         check: Check = declared.metadata["check"]
         rows.append((declared.name, check.expects, default, str(declared.metadata["doc"])))
+    if kind not in UNSUPPORTED:
+        return rows
     for name, check in WITHOUT_EFFECT.items():
         rows.append((name, check.expects, "null", "Accepted; has no effect."))
     for name, check in UNSUPPORTED[kind].items():

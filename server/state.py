@@ -6,6 +6,7 @@ Must not know endpoints. Made by `server/app.py`; handlers find it under the key
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ from treadle.runtime.request import Engine
 # Up to half an hour: a long answer on a small machine takes that long.
 _BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)
 
+# What a browser sends as `Origin`.
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#]+")
+
 
 @dataclass(frozen=True)
 class ServerOptions:
@@ -28,7 +32,8 @@ class ServerOptions:
 
     Units: `client_max_size_bytes` of a request's body; `heartbeat_s` between comment lines in a
     stream that has nothing to say; `stuck_after_s` without a step while requests run makes /health
-    fail. `api_keys`: one of them is needed for every route but /health and /ready; none: open.
+    fail. `api_keys`: one of them is needed for every route but /health and /ready, and /metrics
+    with `open_metrics`; none: open. `cors_origins`: web pages of these origins may call, `*`: all.
     Raises: ConfigError: a value out of range.
     """
 
@@ -36,6 +41,8 @@ class ServerOptions:
     client_max_size_bytes: int = 32 * 2**20
     heartbeat_s: float = 15.0
     stuck_after_s: float = 300.0
+    open_metrics: bool = False
+    cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.client_max_size_bytes < 1024:
@@ -45,6 +52,12 @@ class ServerOptions:
             )
         if self.heartbeat_s <= 0 or self.stuck_after_s <= 0:
             raise ConfigError("Expected times above 0 s for heartbeats and for a stuck engine.")
+        for origin in self.cors_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"Expected an origin such as http://localhost:3000, or *; found `{origin}`.",
+                    remedy="An origin has a scheme, a host and perhaps a port, and no path.",
+                )
         if any(not key.strip() or not key.isascii() for key in self.api_keys):
             raise ConfigError("Expected API keys of ASCII characters, found an empty or other one.")
 
