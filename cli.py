@@ -347,6 +347,39 @@ def tune_command() -> None:
     """
 
 
+@command("report", "runtime.report_command:run_report")
+@click.argument("sources", metavar="ARTIFACT|FILE | diff A B", nargs=-1, required=True)
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write one page with a roofline plot as well; it needs no network.",
+)
+@click.option(
+    "--fail-on-regression",
+    default="",
+    metavar="SHARE",
+    help="With diff: end with exit code 1 where a kernel is slower by more than this, such as 5%, "
+    "and by more than the spread.",
+)
+@json_option
+def report_command() -> None:
+    """Show how fast kernels are, why, and what changed.
+
+    A FILE is the log of timings of `tune` (.jsonl), or what `report --json` printed. An ARTIFACT is
+    shown with what that log knows of its kernels on this machine. Per kernel: its share of the
+    step, the winner, its margin to the next and to the default, and how near it is to the measured
+    roofs. With `diff`, two of them are compared.
+
+    \b
+    Examples:
+      treadle report llama.artifact
+      treadle report ~/.cache/treadle/tuned/NVIDIA_H200.jsonl --html kernels.html
+      treadle report llama.artifact --json > before.json
+      treadle report diff before.json after.json --fail-on-regression 5%
+    """
+
+
 @command("serve", "server.commands:run_serve")
 @click.argument("source", metavar="ARTIFACT|MODEL")
 @click.option("--host", default="127.0.0.1", help="0.0.0.0 for all networks.", show_default=True)

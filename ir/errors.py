@@ -39,6 +39,10 @@ class KernelError(TreadleError):
     """A kernel, which the message names, does not compile or run, or its result is wrong."""
 
 
+class RegressionError(TreadleError):
+    """What was measured is slower than before, by more than was allowed."""
+
+
 class CheckpointError(TreadleError):
     """A model's files are missing, truncated, contradictory, or hold tensors nobody asked for."""
 

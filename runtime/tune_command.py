@@ -134,6 +134,7 @@ def tune_model(
         autotune=effort.autotune,
         workloads=[str(work) for work in workloads],
         layers=small.num_layers,
+        model_layers=config.num_layers,
         began=datetime.now().isoformat(timespec="seconds"),
         state=gpu_state(),
         roofs=measure_roofs(torch.device("cuda")).to_json(),
