@@ -6,6 +6,7 @@ Called by the benchmarks of this folder; builds the very programs that `serve` r
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -80,6 +81,22 @@ CONFIGS: dict[str, dict[str, object]] = {
         "rope_theta": 100000.0,
         "torch_dtype": "bfloat16",
     },
+    # For trying the benchmarks themselves, on any machine.
+    "tiny": _LLAMA
+    | {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+        "torch_dtype": "float32",
+    },
 }
 
 
@@ -114,8 +131,12 @@ def build_engine(
     num_pages: int = 0,
     num_layers: int = 0,
     table: TunedTable | None = None,
+    form_of: Callable[[int], str] | None = None,
 ) -> BenchEngine:
-    """Build a model's programs with random weights, by the shipped tuned table unless given one."""
+    """Build a model's programs with random weights, by the shipped tuned table unless given one.
+
+    `form_of` names the form of graph for a decode step of so many sequences.
+    """
     engine = EngineConfig(target, dtype, page_size, max_rows, max_step_tokens, window)
     graphs = build_graphs(name, engine, num_layers).fused
     found = machine.look()
@@ -125,6 +146,7 @@ def build_engine(
         engine,
         architecture=found.architecture,
         choose=partial(chosen.choose, on_stale=print),
+        form_of=form_of,
     )
     folder = Path(tempfile.mkdtemp(prefix="treadle-bench-"))
     plan.write(folder)

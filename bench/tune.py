@@ -35,7 +35,8 @@ def main() -> None:
     parser.add_argument(
         "--work",
         default="llama-3.1-8b:decode:1x1024",
-        help="comma-separated MODEL:STEP:SEQUENCESxTOKENS; tokens of context, or of each prompt",
+        help="comma-separated MODEL:STEP:SEQUENCESxTOKENS[:FORM]; tokens of context, or of each "
+        "prompt; FORM is a form of graph that is not the default, like decode.joined",
     )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--budget-s", type=float, default=480.0)
@@ -49,9 +50,9 @@ def main() -> None:
         if time.time() > deadline:
             print(f"out of time before {text}", flush=True)
             continue
-        name, step, sizes = text.split(":")
+        name, step, sizes, form = [*text.split(":"), ""][:4]
         num_seqs, tokens = map(int, sizes.split("x"))
-        work = Workload(step, num_seqs, tokens)
+        work = Workload(step, num_seqs, tokens, form)
         start = time.time()
         engine = EngineConfig("cuda", "bf16", 64, num_seqs, max(work.bucket, 16), tokens + 512)
         graphs = build_graphs(name, engine, arguments.layers).fused
@@ -82,6 +83,7 @@ def time_whole(name: str, work: Workload, table: TunedTable) -> float:
         window=work.context_tokens + 512,
         max_step_tokens=max(work.bucket, 16),
         table=table,
+        form_of=(lambda rows: work.other_form) if work.other_form else None,
     )
     sizes = (work.bucket, work.num_seqs)
     if work.step == "decode":

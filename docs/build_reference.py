@@ -267,6 +267,8 @@ def passes_section() -> list[str]:
     rows = []
     for number, pass_ in enumerate(pipeline.PASSES, start=1):
         when = "few tokens" if pass_.few_tokens_only else "always"
+        if pass_.joined_only:
+            when = "joined attention"
         what = inspect.cleandoc(pass_.run.__doc__ or "").partition("\n")[0]
         rows.append((str(number), f"`{pass_.name}`", what, when, pass_.stage_after))
     return table("| pass | what it does | runs | stage after it", rows)

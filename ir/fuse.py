@@ -120,6 +120,9 @@ def interleave_gate_up(graph: Graph) -> Result:
     return graph.replace_ops(new_ops, weights.values()), tuple(refusals)
 
 
+_ROPE_AND_APPEND = ["split", "rope", "rope", "kv_write"]
+
+
 def fuse_rope_kv_write(graph: Graph) -> Result:
     """Join split, the ropes of q and k and the append of k and v into one kernel."""
     refusals: list[Refusal] = []
@@ -143,6 +146,38 @@ def fuse_rope_kv_write(graph: Graph) -> Result:
             refusals.append(Refusal("fuse_rope_kv_write", write.name, reason))
         else:
             graph = join(graph, members)
+    return graph, tuple(refusals)
+
+
+def fuse_rope_attention(graph: Graph) -> Result:
+    """Join the append of k and v with the attention that reads them, where each adds one token.
+
+    One kernel can do both only if the program that appends a token is the only one that needs it:
+    in a step of one token per sequence, which is what `advance` prepares.
+    """
+    rule = "fuse_rope_attention"
+    refusals: list[Refusal] = []
+    for attention in [op for op in graph.ops if op.kind == "attention"]:
+        q, cache, *_ = attention.inputs
+        append = graph.producers.get(q)
+        if append is None or [op.kind for op in append.plain] != _ROPE_AND_APPEND:
+            refusals.append(Refusal(rule, attention.name, "no kernel ropes its q and appends"))
+            continue
+        *_, write = append.body
+        positions, token_seq, *rows, appended = write.inputs[2:]
+        _, _, block_table, seq_rows, query_start, context_lens = attention.inputs
+        steps = [graph.producers.get(n) for n in (positions, token_seq, query_start, context_lens)]
+        reason = obstacle(graph, [append, attention])
+        if any(step is None or step is not steps[0] or step.kind != "advance" for step in steps):
+            reason = "its sequences may add several tokens"
+        elif appended != cache or rows != [seq_rows, block_table]:
+            reason = "it reads another cache, or other rows, than its k and v are appended to"
+        elif graph.single_use(q) is not attention:
+            reason = "its q is read elsewhere too"
+        if reason:
+            refusals.append(Refusal(rule, attention.name, reason))
+        else:
+            graph = join(graph, [append, attention])
     return graph, tuple(refusals)
 
 

@@ -16,12 +16,17 @@ from treadle.ir.verify import verify
 
 @dataclass(frozen=True)
 class Pass:
-    """Rewrite a graph; `few_tokens_only` passes run only in the form meant for few tokens."""
+    """Rewrite a graph.
+
+    `few_tokens_only` passes run only in the form meant for few tokens, `joined_only` ones only in
+    the forms that append and attend in one kernel.
+    """
 
     name: str
     run: Callable[[Graph], fuse.Result]
     stage_after: str
     few_tokens_only: bool = False
+    joined_only: bool = False
 
 
 PASSES: tuple[Pass, ...] = (
@@ -29,6 +34,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("interleave_gate_up", fuse.interleave_gate_up, "authored"),
     # then what must be one kernel because a view would have to be materialised otherwise
     Pass("fuse_rope_kv_write", fuse.fuse_rope_kv_write, "partly fused"),
+    Pass("fuse_rope_attention", fuse.fuse_rope_attention, "partly fused", joined_only=True),
     Pass("fuse_gather_norm", fuse.fuse_gather_norm, "partly fused"),
     # epilogues before prologues: an epilogue always wins, a prologue only for few tokens
     Pass("fuse_glu", fuse.fuse_glu, "partly fused"),
@@ -52,15 +58,18 @@ class PassRecord:
         return "".join(f"# {refusal}\n" for refusal in self.refusals) + text.print_graph(self.graph)
 
 
-def run_passes(graph: Graph, *, few_tokens: bool) -> tuple[Graph, tuple[PassRecord, ...]]:
+def run_passes(
+    graph: Graph, *, few_tokens: bool, joined: bool = False
+) -> tuple[Graph, tuple[PassRecord, ...]]:
     """Fuse an authored graph. `few_tokens` chooses the form for steps of a handful of tokens.
 
+    `joined` chooses the form whose decode steps append k and v and attend to them in one kernel.
     Raises: SpecError: a pass left an illegal graph; the message names the op.
     """
     verify(graph, "authored")
     records = []
     for pass_ in PASSES:
-        if pass_.few_tokens_only and not few_tokens:
+        if (pass_.few_tokens_only and not few_tokens) or (pass_.joined_only and not joined):
             continue
         start = time.perf_counter()
         graph, refusals = pass_.run(graph)

@@ -17,7 +17,7 @@ def verify(graph: Graph, stage: str) -> None:
 
     Stage `authored`: plain ops only. Stage `partly fused`: fused ops stand beside plain ones of any
     role. Stage `fused`: no `view` op stands outside a body. At every stage a body
-    has exactly one anchor, or is made of row ops.
+    has exactly one anchor, or an append and the attention that reads it, or is made of row ops.
 
     Raises: SpecError, ShapeError: the rule, the op and what breaks it.
     """
@@ -65,7 +65,8 @@ def _verify_op(graph: Graph, op: Op, known: set[str]) -> None:
 def _verify_body(graph: Graph, op: Op) -> None:
     anchors = [inner for inner in op.body if ops.lookup(inner.kind).role == "anchor"]
     rows = [inner for inner in op.body if ops.lookup(inner.kind).role == "row"]
-    if len(anchors) != 1 and not (not anchors and rows):
+    appends_and_attends = [anchor.kind for anchor in anchors] == ["kv_write", "attention"]
+    if len(anchors) != 1 and not appends_and_attends and not (not anchors and rows):
         raise SpecError(
             f"`{op.name}`: a fused op has one anchor, found "
             f"{', '.join(anchor.kind for anchor in anchors) or 'none'}."

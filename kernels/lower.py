@@ -24,6 +24,7 @@ from treadle.kernels.schedule import (
     Sizes,
     attention_decode_schedules,
     attention_prefill_schedules,
+    attention_prefill_tma_schedules,
     embed_schedules,
     matmul_choices,
     norm_schedules,
@@ -116,7 +117,8 @@ def lower(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
     Raises: LoweringError: no template covers it; names the op and what stands in the way.
     """
     kinds = tuple(inner.kind for inner in op.plain)
-    anchor = next((k for k in kinds if ops.lookup(k).role == "anchor"), kinds[-1])
+    anchors = [kind for kind in kinds if ops.lookup(kind).role == "anchor"]
+    anchor = anchors[-1] if anchors else kinds[-1]
     if anchor not in _LOWERINGS:
         raise LoweringError(
             f"No template covers `{op.name}`, of kind {anchor}.",
@@ -140,6 +142,7 @@ def lower(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
 _EARLY_READERS: dict[str, frozenset[str]] = {
     "rope_kv_write": frozenset(TILES),
     "attention_decode": frozenset({"rope_kv_write"}),
+    "rope_attention_decode": frozenset(TILES),
 }
 
 
@@ -270,6 +273,9 @@ def _split_scratch(sizes: Sizes, schedule: Schedule) -> tuple[Scratch, Scratch]:
 
 
 def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    if op.body:
+        yield from _lower_rope_attention(op, graph, where)
+        return
     q, cache, block_table, seq_rows, query_start, context_lens = op.inputs
     params = op.params
     shape: dict[str, Fact] = {
@@ -291,17 +297,71 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
         arguments = {**shared, "query_start": f"value:{query_start}", "num_tokens": "size:T"}
         for schedule in attention_prefill_schedules(where.dims, where.machine):
             yield Candidate("attention_prefill", "attention_prefill", shape, schedule, arguments)
+        page_size = graph.type_of(cache).size(2)
+        for schedule in attention_prefill_tma_schedules(
+            params.head_dim, page_size, where.dims, where.machine
+        ):
+            yield Candidate(
+                "attention_prefill", "attention_prefill_tma", shape, schedule, arguments
+            )
         return
+    yield from _split_attention("attention_decode", "attention_decode", shape, shared, where)
+
+
+def _split_attention(
+    name: str,
+    template: str,
+    shape: Mapping[str, Fact],
+    shared: Mapping[str, str],
+    where: Situation,
+) -> Iterator[Candidate]:
+    """Yield the candidates of a kernel whose programs share a sequence, with what they leave."""
+    num_heads, num_kv_heads, head_dim = (
+        int(shape[fact]) for fact in ("NUM_HEADS", "NUM_KV_HEADS", "HEAD_DIM")
+    )
     rows = where.dims["B"]
-    for schedule in attention_decode_schedules(params.num_kv_heads, where.dims, where.machine):
-        partials = rows * params.num_heads * int(schedule["MAX_SPLITS"])
+    for schedule in attention_decode_schedules(num_kv_heads, where.dims, where.machine):
+        partials = rows * num_heads * int(schedule["MAX_SPLITS"])
         scratch = (
-            Scratch("partial_out", "f32", partials * params.head_dim),
+            Scratch("partial_out", "f32", partials * head_dim),
             Scratch("partial_lse", "f32", partials),
-            Scratch("counters", "i32", rows * params.num_kv_heads),
+            Scratch("counters", "i32", rows * num_kv_heads),
         )
         arguments = {**shared, **{each.name: f"scratch:{each.name}" for each in scratch}}
-        yield Candidate("attention_decode", "attention_decode", shape, schedule, arguments, scratch)
+        yield Candidate(name, template, shape, schedule, arguments, scratch)
+
+
+def _lower_rope_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    """Lower split + two ropes + append + attention: what a decode step does between two linears."""
+    *append, attention = op.body
+    if where.step != "decode":
+        raise LoweringError(
+            f"`{op.name}`: appending and attending are one kernel in decode steps only; this is a "
+            f"{where.step} step."
+        )
+    roped = _read_append(op.name, append)
+    shape: dict[str, Fact] = {
+        **roped.shape(graph),
+        "SCALE": attention.params.scale,
+    }
+    *_, context_lens = attention.inputs
+    # One token per sequence: token i is sequence i, and its position is its length less one.
+    shared = {
+        **_values(
+            ("qkv", "cos_sin", "block_table", "seq_rows", "context_lens", "out"),
+            (
+                roped.projection,
+                roped.table,
+                roped.block_table,
+                roped.seq_rows,
+                context_lens,
+                op.outputs[0],
+            ),
+        ),
+        **_cache(roped.cache),
+        "num_seqs": "size:B",
+    }
+    yield from _split_attention(_kernel_name(op), "rope_attention_decode", shape, shared, where)
 
 
 def _values(parameters: Sequence[str], names: Sequence[str]) -> dict[str, str]:
@@ -315,20 +375,46 @@ def _cache(name: str) -> dict[str, str]:
 # --- row ops ------------------------------------------------------------------------------------
 
 
-def _lower_kv_write(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
-    """Lower split + two ropes + append: one pass over the fused projection."""
-    kinds = [inner.kind for inner in op.body]
+@dataclass(frozen=True)
+class _Append:
+    """The values of a split, two ropes and an append, and what a head is."""
+
+    projection: str
+    q: str
+    positions: str
+    table: str
+    token_seq: str
+    seq_rows: str
+    block_table: str
+    cache: str
+    sizes: tuple[int, ...]
+    head_dim: int
+
+    def shape(self, graph: Graph) -> dict[str, Fact]:
+        """Give the facts that the kernels which rope and append share."""
+        return {
+            "NUM_HEADS": self.sizes[0] // self.head_dim,
+            "NUM_KV_HEADS": self.sizes[1] // self.head_dim,
+            "HEAD_DIM": self.head_dim,
+            "ROTARY_DIM": graph.type_of(self.table).size(1),
+            "PAGE_SIZE": graph.type_of(self.cache).size(2),
+        }
+
+
+def _read_append(name: str, body: Sequence[Op]) -> _Append:
+    """Read a body of split, two ropes and append. Raises: LoweringError: it is none such."""
+    kinds = [inner.kind for inner in body]
     if kinds != ["split", "rope", "rope", "kv_write"]:
         raise LoweringError(
-            f"`{op.name}`: the append of k and v is emitted only together with the ropes of q and "
-            f"k that share one projection; found {', '.join(kinds) or op.kind} alone.",
+            f"`{name}`: the append of k and v is emitted only together with the ropes of q and "
+            f"k that share one projection; found {', '.join(kinds)} alone.",
             remedy="Declare q, k and v as one weight and rope q and k.",
         )
-    split, *ropes, write = op.body
+    split, *ropes, write = body
     parts, roped = split.outputs, {rope.inputs[0]: rope for rope in ropes}
     if {*parts[:2]} != {*roped} or write.inputs[:2] != (roped[parts[1]].outputs[0], *parts[2:]):
         raise LoweringError(
-            f"`{op.name}`: the projection should be split into q, k and v, in this order; found "
+            f"`{name}`: the projection should be split into q, k and v, in this order; found "
             f"{', '.join(parts)}, of which {', '.join(roped)} are roped and k and v are "
             f"{', '.join(write.inputs[:2])}.",
             remedy="Split the projection as q, k, v and rope the first two.",
@@ -336,30 +422,47 @@ def _lower_kv_write(op: Op, graph: Graph, where: Situation) -> Iterator[Candidat
     rope_q, rope_k = roped[parts[0]], roped[parts[1]]
     if (rope_q.params, rope_q.inputs[1:]) != (rope_k.params, rope_k.inputs[1:]):
         raise LoweringError(
-            f"`{op.name}`: q and k should be roped alike; found {rope_q.inputs[1:]} and "
+            f"`{name}`: q and k should be roped alike; found {rope_q.inputs[1:]} and "
             f"{rope_k.inputs[1:]}.",
             remedy="One kernel ropes both: give them one table and one head size.",
         )
     _, positions, table = rope_q.inputs
     _, _, _, token_seq, seq_rows, block_table, cache = write.inputs
-    head_dim = rope_q.params.head_dim
-    shape: dict[str, Fact] = {
-        "NUM_HEADS": split.params.sizes[0] // head_dim,
-        "NUM_KV_HEADS": split.params.sizes[1] // head_dim,
-        "HEAD_DIM": head_dim,
-        "ROTARY_DIM": graph.type_of(table).size(1),
-        "PAGE_SIZE": graph.type_of(cache).size(2),
-    }
+    return _Append(
+        split.inputs[0],
+        rope_q.outputs[0],
+        positions,
+        table,
+        token_seq,
+        seq_rows,
+        block_table,
+        cache,
+        split.params.sizes,
+        rope_q.params.head_dim,
+    )
+
+
+def _lower_kv_write(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    """Lower split + two ropes + append: one pass over the fused projection."""
+    roped = _read_append(op.name, op.plain)
     arguments = {
         **_values(
-            ("qkv", "positions", "cos_sin", "token_seq", "seq_rows", "block_table"),
-            (split.inputs[0], positions, table, token_seq, seq_rows, block_table),
+            ("qkv", "positions", "cos_sin", "token_seq", "seq_rows", "block_table", "q"),
+            (
+                roped.projection,
+                roped.positions,
+                roped.table,
+                roped.token_seq,
+                roped.seq_rows,
+                roped.block_table,
+                roped.q,
+            ),
         ),
-        "q": f"value:{rope_q.outputs[0]}",
-        **_cache(cache),
+        **_cache(roped.cache),
         "num_tokens": "size:T",
     }
-    for schedule in rope_kv_write_schedules(sum(split.params.sizes) // head_dim, where.machine):
+    shape = roped.shape(graph)
+    for schedule in rope_kv_write_schedules(sum(roped.sizes) // roped.head_dim, where.machine):
         yield Candidate("rope_kv_write", "rope_kv_write", shape, schedule, arguments)
 
 
@@ -368,6 +471,7 @@ def _lower_norm(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
     gather = op.plain[0] if op.plain[0].kind == "gather_rows" else None
     x = gather.inputs[0] if gather else norm.inputs[0]
     hidden = graph.type_of(x).size(-1)
+    rows = _leading(graph, op, op.outputs[0])
     shape: dict[str, Fact] = {
         "HIDDEN": hidden,
         "EPS": norm.params.eps,
@@ -380,9 +484,9 @@ def _lower_norm(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
         "index": f"value:{gather.inputs[1]}" if gather else "none:",
         "residual": "none:",
         "stream": "none:",
-        "num_rows": f"size:{_leading(graph, op, op.outputs[0])}",
+        "num_rows": f"size:{rows}",
     }
-    for schedule in norm_schedules(hidden, where.machine):
+    for schedule in norm_schedules(hidden, where.dims[rows], where.machine):
         yield Candidate(_kernel_name(op), "norm", shape, schedule, arguments)
 
 

@@ -16,6 +16,7 @@ Schedule = dict[str, int | bool]
 NUM_MULTIPROCESSORS = 132  # of an H100 or H200; a guess elsewhere
 INTERPRETER = "interpret"  # the machine that is none: Triton's interpreter
 HAS_TMA = ("sm_90", "sm_100")  # also programmatic dependent launch
+JOINED_ROWS = 0  # up to here one kernel appends k and v and attends; not timed yet, so nowhere
 GEMV_ROWS = 1  # beyond it tensor cores win: at 2 rows by 5 %, at 4 by 30 % of an 8B step
 SKINNY_ROWS = 256  # beyond it the tokens are the left operand
 
@@ -67,6 +68,8 @@ def matmul_choices(sizes: Sizes, machine: str) -> Iterator[tuple[str, Schedule]]
                 skinny = skinny[:12] + by_tma[:12]
         # Next to a GEMV a few are enough to see that tensor cores don't win.
         yield from skinny[:8] if sizes.rows <= GEMV_ROWS else skinny
+        if has_tma and GEMV_ROWS < sizes.rows <= 64:
+            yield from _skinny_more(sizes)
     if sizes.rows > 64 or not has_tma:
         if machine == "sm_90" and has_tma and sizes.element_bytes == 2 and not sizes.wide_out:
             yield from (("matmul_gluon", schedule) for schedule in _matmul_gluon(sizes))
@@ -85,7 +88,7 @@ def _interpreted_matmul(sizes: Sizes) -> tuple[str, Schedule]:
     block_m = max(16, min(power_of_two(sizes.rows), 64))
     if sizes.rows <= 16:
         # Two splits, so that the reduction over splits is exercised too.
-        split = {"SPLIT_K": 2, "USE_PDL": False, "BLOCK_M": block_m}
+        split = {"SPLIT_K": 2, "PREFETCH_TILES": 0, "USE_PDL": False, "BLOCK_M": block_m}
         return "matmul_skinny", {**split, **common, "BLOCK_K": max(16, block_k // 2)}
     return "matmul", {"BLOCK_M": block_m, "GROUP_M": 1, **common}
 
@@ -147,31 +150,73 @@ def _skinny(
         blocks_m = [block_m, 8]
     elif sizes.rows >= 128:
         blocks_m = [block_m, 64] if sizes.rows == 128 else [block_m, 256]
-    for index, (block_n, block_k, warps, stages) in enumerate(tiles):
-        block_k = block_k * 2 // sizes.element_bytes
-        programs = -(-sizes.num_features // block_n)
-        fitting = [
-            split for split in (1, 2, 4, 8) if sizes.num_inputs >= 2 * block_k * split or split == 1
-        ]
-        # The first guess fills the multiprocessors about twice.
-        fitting.sort(key=lambda split: abs(programs * split - 2 * NUM_MULTIPROCESSORS))
+    for index, tile in enumerate(tiles):
         for tile_m in blocks_m if index < 3 else blocks_m[:1]:
-            # A tile of every stage and the result's staging must fit in shared memory.
-            tile_bytes = (block_n + tile_m) * block_k * sizes.element_bytes
-            room = _SHARED_BYTES.get(machine, _SHARED_BYTES_HOPPER) - 4 * block_n * tile_m
-            if room < 2 * tile_bytes:
-                continue
-            for split in fitting[:2]:
+            for split in _splits(sizes, tile)[:2]:
                 for use_pdl in pdl_choices(machine)[::-1][: 2 if index < 3 else 1]:
-                    yield {
-                        "BLOCK_M": tile_m,
-                        "BLOCK_N": block_n,
-                        "BLOCK_K": min(block_k, max(16, power_of_two(sizes.num_inputs))),
-                        "SPLIT_K": split,
-                        "USE_PDL": use_pdl,
-                        "num_warps": warps,
-                        "num_stages": min(stages, room // tile_bytes),
-                    }
+                    yield from _skinny_schedule(sizes, machine, tile, tile_m, split, use_pdl)
+
+
+def _skinny_more(sizes: Sizes) -> Iterator[tuple[str, Schedule]]:
+    """Yield what lies around the winners at 2 to 64 rows: L2 prefetch, other splits, more warps."""
+    block_m = max(16, power_of_two(sizes.rows))
+    near = {
+        "matmul_skinny_tma": [(64, 128, 4, 4), (64, 256, 4, 3), (64, 128, 4, 6), (64, 64, 4, 8)],
+        "matmul_skinny": [(64, 128, 4, 4), (128, 128, 8, 4), (64, 128, 4, 6)],
+    }
+    for template, tiles in near.items():
+        for index, tile in enumerate(tiles):
+            for split in _splits(sizes, tile)[:2]:
+                for prefetch in (4, 2) if index == 0 else (4,):
+                    for schedule in _skinny_schedule(
+                        sizes, "sm_90", tile, block_m, split, use_pdl=True, prefetch=prefetch
+                    ):
+                        yield template, schedule
+        for tile in (*tiles[:2], (64, 128, 8, 4), (128, 64, 8, 6)):
+            known = tile in tiles
+            for split in _splits(sizes, tile)[2:3] if known else _splits(sizes, tile)[:1]:
+                for schedule in _skinny_schedule(
+                    sizes, "sm_90", tile, block_m, split, use_pdl=False
+                ):
+                    yield template, schedule
+
+
+def _splits(sizes: Sizes, tile: tuple[int, int, int, int]) -> list[int]:
+    """Give the splits of K that a tile allows; the first fills the multiprocessors about twice."""
+    block_n, block_k = tile[0], tile[1] * 2 // sizes.element_bytes
+    programs = -(-sizes.num_features // block_n)
+    fitting = [
+        split for split in (1, 2, 4, 8) if sizes.num_inputs >= 2 * block_k * split or split == 1
+    ]
+    return sorted(fitting, key=lambda split: abs(programs * split - 2 * NUM_MULTIPROCESSORS))
+
+
+def _skinny_schedule(
+    sizes: Sizes,
+    machine: str,
+    tile: tuple[int, int, int, int],
+    block_m: int,
+    split: int,
+    use_pdl: bool,
+    prefetch: int = 0,
+) -> Iterator[Schedule]:
+    """Yield the schedule of a tile, unless two stages of it are more than shared memory holds."""
+    block_n, block_k, warps, stages = tile
+    block_k = block_k * 2 // sizes.element_bytes
+    # A tile of every stage and the result's staging must fit in shared memory.
+    tile_bytes = (block_n + block_m) * block_k * sizes.element_bytes
+    room = _SHARED_BYTES.get(machine, _SHARED_BYTES_HOPPER) - 4 * block_n * block_m
+    if room >= 2 * tile_bytes:
+        yield {
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_K": min(block_k, max(16, power_of_two(sizes.num_inputs))),
+            "SPLIT_K": split,
+            "PREFETCH_TILES": prefetch,
+            "USE_PDL": use_pdl,
+            "num_warps": warps,
+            "num_stages": min(stages, room // tile_bytes),
+        }
 
 
 def _matmul(sizes: Sizes) -> Iterator[Schedule]:
@@ -246,7 +291,7 @@ def attention_decode_schedules(
 ) -> Iterator[Schedule]:
     """Yield schedules of decode attention: more splits the fewer sequences fill the GPU."""
     if machine == INTERPRETER:
-        yield _attention_decode(64, 2, 64, 4, 1, use_pdl=False)
+        yield _attention_decode(64, 2, 64, 4, 1)
         return
     programs = dims["B"] * num_kv_heads
     longest = power_of_two(-(-dims["C"] // 128))
@@ -260,15 +305,37 @@ def attention_decode_schedules(
         for number in dict.fromkeys(several):
             for use_pdl in pdl_choices(machine)[: 2 if number == splits else 1]:
                 yield _attention_decode(block_tokens, number, 128, warps, stages, use_pdl=use_pdl)
+    use_pdl = machine in HAS_TMA
+    if use_pdl:
+        # Keys and values that are on their way into L2 while the kernel before still runs.
+        for block_tokens, warps, stages in shapes[:3]:
+            for number in dict.fromkeys((splits, splits * 2)):
+                for prefetch in (128, 256):
+                    yield _attention_decode(
+                        block_tokens, number, 128, warps, stages, use_pdl=True, prefetch=prefetch
+                    )
+    if programs > NUM_MULTIPROCESSORS:
+        # Sequences of uneven length: the long ones alone are cut, so that none runs on by itself.
+        for number, chunk in ((4, 512), (8, 1024), (16, 1024)):
+            for warps, stages in ((4, 3), (4, 2)):
+                yield _attention_decode(64, number, chunk, warps, stages, use_pdl=use_pdl)
 
 
 def _attention_decode(
-    block_tokens: int, splits: int, chunk: int, warps: int, stages: int, *, use_pdl: bool
+    block_tokens: int,
+    splits: int,
+    chunk: int,
+    warps: int,
+    stages: int,
+    *,
+    use_pdl: bool = False,
+    prefetch: int = 0,
 ) -> Schedule:
     return {
         "BLOCK_TOKENS": block_tokens,
         "MAX_SPLITS": splits,
         "MIN_CHUNK_TOKENS": chunk,
+        "PREFETCH_TOKENS": prefetch,
         "USE_PDL": use_pdl,
         "num_warps": warps,
         "num_stages": stages,
@@ -286,6 +353,25 @@ def attention_prefill_schedules(dims: Mapping[str, int], machine: str) -> Iterat
     for block_rows, block_tokens, warps, stages in shapes:
         for pack_heads in (True, False):
             yield _attention_prefill(block_rows, block_tokens, warps, stages, pack_heads=pack_heads)
+
+
+def attention_prefill_tma_schedules(
+    head_dim: int, page_size: int, dims: Mapping[str, int], machine: str
+) -> Iterator[Schedule]:
+    """Yield schedules of prefill attention by TMA, where the machine and the pages allow it."""
+    if machine not in HAS_TMA or dims["T"] <= 64 or head_dim < 16:
+        return
+    if power_of_two(head_dim) != head_dim:
+        return
+    shapes = [(128, 64, 8, 3, 128), (128, 64, 8, 2, 128), (128, 64, 8, 3, 255), (64, 64, 4, 3, 255)]
+    shapes += [(128, 32, 8, 4, 128), (128, 128, 8, 2, 255)]
+    for block_rows, block_tokens, warps, stages, max_registers in shapes:
+        if page_size % block_tokens == 0:
+            for pack_heads in (True, False):
+                tile = _attention_prefill(
+                    block_rows, block_tokens, warps, stages, pack_heads=pack_heads
+                )
+                yield tile | {"maxnreg": max_registers}
 
 
 def _attention_prefill(
@@ -308,10 +394,15 @@ def _row(machine: str, warps: int, **blocks: int) -> Iterator[Schedule]:
         yield {**blocks, "USE_PDL": use_pdl, "num_warps": warps, "num_stages": 1}
 
 
-def norm_schedules(hidden: int, machine: str) -> Iterator[Schedule]:
-    """Yield schedules of a norm: one row a program, in the interpreter many."""
+def norm_schedules(hidden: int, rows: int, machine: str) -> Iterator[Schedule]:
+    """Yield schedules of a norm: one row a program, or a few; in the interpreter many."""
     block_t = 8 if machine == INTERPRETER else 1
     yield from _row(machine, max(1, min(8, power_of_two(hidden) // 256)), BLOCK_T=block_t)
+    if machine != INTERPRETER:
+        # A row costs latency, not bandwidth: fewer warps sum it with fewer barriers.
+        for block_t, warps in ((1, 4), (1, 2), (2, 8), (2, 4), (4, 8), (4, 4), (1, 16)):
+            if block_t <= rows and hidden >= 32 * warps:
+                yield from _row(machine, warps, BLOCK_T=block_t)
 
 
 def embed_schedules(hidden: int, machine: str) -> Iterator[Schedule]:

@@ -32,11 +32,26 @@ from treadle.runtime.weights import check_names
 
 Report = Callable[[str], None]
 
-# Graphs whose fused form runs: the step they belong to, and whether norms are folded into linears.
-FORMS: dict[str, tuple[str, bool]] = {
-    "decode.few": ("decode", True),
-    "decode": ("decode", False),
-    "mixed": ("mixed", False),
+
+@dataclass(frozen=True)
+class Form:
+    """Say how a step's graph is fused.
+
+    `few_tokens` folds norms into linears; `joined` appends k and v and attends in one kernel.
+    """
+
+    step: str
+    few_tokens: bool = False
+    joined: bool = False
+
+
+# The fused graphs that programs may play; the planner names one for each bucket.
+FORMS = {
+    "decode.few": Form("decode", few_tokens=True),
+    "decode": Form("decode"),
+    "decode.few.joined": Form("decode", few_tokens=True, joined=True),
+    "decode.joined": Form("decode", joined=True),
+    "mixed": Form("mixed"),
 }
 DEFAULT_WINDOW_TOKENS = 8192  # of a model whose own window is larger, unless asked otherwise
 
@@ -117,9 +132,11 @@ def build(config: ModelConfig, engine: EngineConfig) -> Compilation:
         for step in ("decode", "mixed")
     }
     fused, passes = {}, {}
-    for form, (step, few_tokens) in FORMS.items():
-        graph, passes[form] = pipeline.run_passes(authored[step], few_tokens=few_tokens)
-        fused[form] = replace(graph, name=f"{find_family(config.architecture).name}.{form}")
+    for name, form in FORMS.items():
+        graph, passes[name] = pipeline.run_passes(
+            authored[form.step], few_tokens=form.few_tokens, joined=form.joined
+        )
+        fused[name] = replace(graph, name=f"{find_family(config.architecture).name}.{name}")
     return Compilation(config, engine, authored, fused, passes)
 
 

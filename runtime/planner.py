@@ -15,7 +15,7 @@ from typing import Any
 from treadle.ir.graph import Graph, Op, fingerprint
 from treadle.ir.memory import plan_buffers
 from treadle.kernels.lower import Candidate, Situation, lower, without_unsafe_pdl
-from treadle.kernels.schedule import GEMV_ROWS
+from treadle.kernels.schedule import GEMV_ROWS, JOINED_ROWS
 from treadle.runtime.config import EngineConfig, decode_buckets, mixed_buckets
 from treadle.runtime.state import state_dims
 
@@ -105,9 +105,12 @@ def plan_programs(
     *,
     architecture: str = "",
     choose: Choose = first_candidate,
+    form_of: Callable[[int], str] | None = None,
 ) -> Plan:
     """Plan a program per bucket; lower and emit kernels unless the target is `reference`.
 
+    `form_of` names the form of graph for a decode step of so many sequences, by default
+    `decode_form`.
     Raises: LoweringError: an op that no template covers.
     """
     if engine.target == "reference":
@@ -120,7 +123,7 @@ def plan_programs(
     planner = _Planner(engine, architecture, choose)
     programs = []
     for rows in decode_buckets(engine.max_rows):
-        form = decode_form(rows)
+        form = (form_of or decode_form)(rows)
         report(f"planning the decode step of {rows} sequences")
         programs.append(planner.plan("decode", rows, form, graphs[form]))
     for tokens in mixed_buckets(engine.max_step_tokens):
@@ -131,7 +134,8 @@ def plan_programs(
 
 def decode_form(rows: int) -> str:
     """Name the form of graph that a decode step of so many sequences uses."""
-    return "decode.few" if rows <= GEMV_ROWS else "decode"
+    form = "decode.few" if rows <= GEMV_ROWS else "decode"
+    return f"{form}.joined" if rows <= JOINED_ROWS else form
 
 
 def plan_one(

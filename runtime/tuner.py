@@ -79,11 +79,15 @@ class KernelTuning:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a program is tuned on: decode steps at a context, or prompts of so many tokens each."""
+    """What a program is tuned on: decode steps at a context, or prompts of so many tokens each.
+
+    `other_form` names a form of graph that the planner would not choose.
+    """
 
     step: str
     num_seqs: int
     context_tokens: int
+    other_form: str = ""
 
     @property
     def bucket(self) -> int:
@@ -93,10 +97,13 @@ class Workload:
     @property
     def form(self) -> str:
         """The form of graph that plays it."""
+        if self.other_form:
+            return self.other_form
         return planner.decode_form(self.num_seqs) if self.step == "decode" else "mixed"
 
     def __str__(self) -> str:
-        return f"{self.step} {self.num_seqs}x{self.context_tokens}"
+        sizes = f"{self.step} {self.num_seqs}x{self.context_tokens}"
+        return f"{sizes} as {self.other_form}" if self.other_form else sizes
 
 
 @dataclass(frozen=True)
@@ -146,8 +153,9 @@ class Space:
         if key in self.tunings:
             self.tunings[key].launches += 1
             return
-        # Keys and values of the context count; of what a step holds else the dims say it all.
-        dims = {**self.where.dims, "C": self.work.context_tokens}
+        # Of a causal score half is computed.
+        context = self.work.context_tokens // (2 if self.work.step == "mixed" else 1)
+        dims = {**self.where.dims, "C": context}
         cost = op_cost(op, self.graph, dims)
         self.tunings[key] = KernelTuning(key, candidates[0].name, 1, cost.flops, cost.bytes)
         self._identities[key] = tuple(

@@ -92,7 +92,8 @@ def _reference(
         operands: list[torch.Tensor] = []
         for operand, name in zip(definition.operands, inner.inputs, strict=False):
             if name in state.caches:
-                both = torch.stack(state.caches[name])
+                # A body may read what it has appended: what it changed stands for the cache.
+                both = changed[name] if name in changed else torch.stack(state.caches[name])
                 if operand in definition.mutates:
                     changed[name] = both
                 operands += both.unbind()

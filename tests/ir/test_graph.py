@@ -63,9 +63,47 @@ def test_a_layer_of_the_few_token_form_is_six_kernels() -> None:
     ]
 
 
-def test_fusion_keeps_every_authored_op_once() -> None:
+def test_a_layer_of_the_joined_form_has_a_kernel_less() -> None:
+    graph, _ = run_passes(toy_graph("decode"), few_tokens=True, joined=True)
+    per_layer = [op for op in graph.ops if op.name.startswith("layers.1.")]
+    assert [op.params.kernel for op in per_layer] == [
+        "rms_norm__linear",
+        "rope__kv_write__attention",
+        "linear__add",
+        "rms_norm__linear__glu",
+        "linear__add",
+    ]
+    assert parse_graph(print_graph(graph)) == graph
+
+
+def test_appending_and_attending_are_joined_as_the_golden_shows(
+    golden: Callable[[str], Golden],
+) -> None:
+    _, records = run_passes(toy_graph("decode"), few_tokens=False, joined=True)
+    (record,) = [record for record in records if record.name == "fuse_rope_attention"]
+    assert record.dump == golden("ir/llama.decode.joined.fuse_rope_attention.ir")
+
+
+def test_a_step_of_several_tokens_per_sequence_is_not_joined_and_the_reason_is_kept() -> None:
+    joined, records = run_passes(toy_graph("mixed"), few_tokens=False, joined=True)
+    assert joined == run_passes(toy_graph("mixed"), few_tokens=False)[0]
+    (record,) = [record for record in records if record.name == "fuse_rope_attention"]
+    assert len(record.refusals) == 2
+    assert all("several tokens" in refusal.reason for refusal in record.refusals)
+
+
+def test_two_anchors_that_are_no_append_and_attention_are_refused() -> None:
+    graph, _ = run_passes(toy_graph("decode"), few_tokens=False)
+    append = next(op for op in graph.ops if op.plain[-1].kind == "kv_write")
+    projection = next(op for op in graph.ops if op.outputs[0] == append.inputs[0])
+    with pytest.raises(SpecError, match="one anchor, found linear, kv_write"):
+        verify(fuse.join(graph, [projection, append]), "fused")
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_fusion_keeps_every_authored_op_once(joined: bool) -> None:
     authored = toy_graph("decode")
-    fused, _ = run_passes(authored, few_tokens=True)
+    fused, _ = run_passes(authored, few_tokens=True, joined=joined)
     kinds = sorted(op.kind for op in authored.ops)
     assert sorted(op.kind for op in walk(fused.ops)) == kinds
 

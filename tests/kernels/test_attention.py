@@ -89,10 +89,11 @@ class Decode:
 
 
 def run_prefill(
-    inputs: PagedInputs, *, num_tokens: int | None = None, **schedule: Any
+    inputs: PagedInputs, *, num_tokens: int | None = None, by_tma: bool = False, **schedule: Any
 ) -> torch.Tensor:
-    """Launch attention_prefill into a poisoned output; `num_tokens` may exceed the real number."""
-    template = load_template("attention_prefill", shape=inputs.shape, schedule=schedule)
+    """Launch a prefill template into a poisoned output; `num_tokens` may exceed the real number."""
+    name = "attention_prefill_tma" if by_tma else "attention_prefill"
+    template = load_template(name, shape=inputs.shape, schedule=schedule)
     out = inputs.poisoned_out()
     template.launch(
         inputs.q,
@@ -288,6 +289,22 @@ def test_prefill_trusts_the_row_of_padding_over_its_length(device: str, rng_seed
     stale = dataclasses.replace(inputs, context_lens=stale_lens)
     out = run_prefill(stale, BLOCK_ROWS=16, BLOCK_TOKENS=32)
     assert torch.count_nonzero(out[5:]) == 0
+
+
+@pytest.mark.parametrize("pack_heads", [True, False])
+@pytest.mark.parametrize(
+    "model", [(8, 2, 64, 16), (7, 1, 128, 16), (20, 1, 32, 64), (4, 4, 16, 32)]
+)
+def test_prefill_by_tma_matches_the_reference_on_ragged_sequences(
+    model: Model, pack_heads: bool, device: str, rng_seed: int
+) -> None:
+    # What a page holds beyond the sequence's end is NaN, and comes with the tile.
+    inputs = draw_inputs([*RAGGED, (0, 0), (3, 0)], model, device, rng_seed, spare_tokens=4)
+    schedule = {"BLOCK_ROWS": 64, "BLOCK_TOKENS": 16, "PACK_HEADS": pack_heads}
+    out = run_prefill(inputs, num_tokens=inputs.num_tokens + 4, by_tma=True, **schedule)
+    assert bool(out[inputs.num_tokens :].isnan().all())
+    live = slice(inputs.num_tokens)
+    assert_same(out[live], reference_out(inputs)[live])
 
 
 def test_prefill_ignores_tokens_of_no_sequence(device: str, rng_seed: int) -> None:

@@ -96,3 +96,45 @@ def test_each_emitted_kernel_compiles_and_uses_what_is_recorded(
     assert not spilling, {name: rows[name] for name in spilling}
     text = json.dumps(dict(sorted(rows.items())), indent=1) + "\n"
     assert text == golden(f"triton/llama/resources.{machine}.json")
+
+
+# --- forms that no bucket plays by default --------------------------------------------------------
+
+
+def _joined(machine: str) -> tuple[planner.Plan, compiler.Compilation]:
+    """Plan decode steps in the form whose kernels append and attend."""
+    compilation = compiler.build(from_hf(CONFIG), ENGINE)
+    plan = planner.plan_programs(
+        compilation.fused,
+        ENGINE,
+        architecture=machine,
+        form_of=lambda rows: f"{planner.decode_form(rows)}.joined",
+    )
+    return plan, compilation
+
+
+def test_the_kernel_that_appends_and_attends_is_as_its_golden(
+    golden: Callable[[str], Golden],
+) -> None:
+    plan, _ = _joined("sm_90")
+    texts = {n: plan.modules[m] for m, n in _first_uses(plan).items() if "attention.decode" in n}
+    name = "rope__kv_write__attention.decode_1"
+    assert texts[name] == golden(f"triton/{name}.py")
+    # Other buckets differ in their splits only.
+    assert all(other.startswith("rope__kv_write__attention.") for other in texts)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_kernel_that_appends_and_attends_compiles_without_spills(
+    tmp_path: Path, machine: str
+) -> None:
+    plan, compilation = _joined(machine)
+    plan.write(tmp_path)
+    jobs = [
+        job
+        for job in jobs_of(plan, compilation.fused, ENGINE, tmp_path / "kernels", machine)
+        if Path(job.path).stem.startswith("rope__kv_write__attention")
+    ]
+    for outcome in compile_many(jobs[:1], triton_cache=tmp_path / "cache"):
+        assert not outcome.error, outcome.error
+        assert [kernel.spill_bytes for kernel in outcome.kernels] == [0]

@@ -17,12 +17,15 @@ from treadle.kernels.lower import Candidate, Situation, lower, without_unsafe_pd
 from treadle.kernels.schedule import GEMV_ROWS
 from treadle.models.config import from_hf
 from treadle.models.registry import build_graph
+from treadle.runtime.compiler import FORMS
 
-# Form of graph: the step it plays, whether norms are folded, and the buckets it is lowered for.
-FORMS: dict[str, tuple[str, bool, tuple[int, ...]]] = {
-    "decode.few": ("decode", True, (GEMV_ROWS,)),
-    "decode": ("decode", False, (8, 64, 256)),
-    "mixed": ("mixed", False, (16, 512, 2048)),
+# The buckets that each form of graph is lowered for.
+BUCKETS: dict[str, tuple[int, ...]] = {
+    "decode.few": (GEMV_ROWS,),
+    "decode": (8, 64, 256),
+    "decode.few.joined": (GEMV_ROWS,),
+    "decode.joined": (8,),
+    "mixed": (16, 512, 2048),
 }
 # Target and architecture, and what the compute dtype of a model there is.
 TARGETS = {
@@ -46,10 +49,10 @@ CONFIGS: dict[str, dict[str, object]] = {
 
 @cache
 def fused_graph(form: str, config: str, dtype: str) -> Graph:
-    step, few_tokens, _ = FORMS[form]
+    how = FORMS[form]
     described = from_hf({**CONFIG, "num_hidden_layers": 1, **CONFIGS[config]})
-    graph = build_graph(described, step=step, dtype=dtype, page_size=16)
-    return run_passes(graph, few_tokens=few_tokens)[0]
+    graph = build_graph(described, step=how.step, dtype=dtype, page_size=16)
+    return run_passes(graph, few_tokens=how.few_tokens, joined=how.joined)[0]
 
 
 def situation(step: str, target: str, architecture: str, bucket: int) -> Situation:
@@ -63,10 +66,9 @@ def lowered(
 ) -> Iterator[tuple[Op, Graph, list[Candidate]]]:
     """Yield each op of the form's graph with its candidates, once per bucket."""
     kind, architecture, dtype = TARGETS[target]
-    step, _, buckets = FORMS[form]
     graph = fused_graph(form, config, dtype)
-    for bucket in buckets:
-        where = situation(step, kind, architecture, bucket)
+    for bucket in BUCKETS[form]:
+        where = situation(FORMS[form].step, kind, architecture, bucket)
         for op in graph.ops:
             yield op, graph, list(lower(op, graph, where))
 
@@ -133,8 +135,11 @@ def test_every_operand_and_result_of_an_op_is_an_argument(form: str, target: str
             passed = {argument.partition(":")[2] for argument in candidate.arguments.values()}
             left_out = {*op.inputs, *op.outputs} - passed
             # In a decode step sequence b is token b: its attention doesn't ask where they start.
-            if candidate.template == "attention_decode":
+            if candidate.template in ("attention_decode", "rope_attention_decode"):
                 left_out.remove("advance.query_start")
+            # Nor do they need a token's sequence and position, where they append it themselves.
+            if candidate.template == "rope_attention_decode":
+                left_out -= {"advance.token_seq", "advance.positions"}
             assert not left_out, (op.name, candidate.template)
 
 
@@ -269,6 +274,15 @@ def test_an_append_that_the_kernel_would_get_wrong_is_refused(
     assert "`q_rope`" in message and reason in message
 
 
+def test_appending_and_attending_are_one_kernel_in_decode_steps_only() -> None:
+    graph = fused_graph("decode.joined", "plain", "bf16")
+    (op,) = [op for op in graph.ops if op.plain[-1].kind == "attention"]
+    candidates = list(lower(op, graph, situation("decode", "cuda", "sm_90", 8)))
+    assert {candidate.template for candidate in candidates} == {"rope_attention_decode"}
+    with pytest.raises(LoweringError, match=rf"`{op.name}`.*decode steps only.*mixed"):
+        list(lower(op, graph, situation("mixed", "cuda", "sm_90", 8)))
+
+
 def test_an_append_without_ropes_is_refused_by_name() -> None:
     message = refusal(
         """graph odd {
@@ -293,6 +307,11 @@ def test_what_reads_early_is_not_launched_early_after_a_kernel_that_does_not_wai
     attention = next(c for c in lower(op, graph, where) if c.schedule["USE_PDL"])
     assert without_unsafe_pdl(attention, "rope_kv_write") is attention
     assert not without_unsafe_pdl(attention, "norm").schedule["USE_PDL"]
+    joined = fused_graph("decode.joined", "plain", "bf16")
+    op = next(op for op in joined.ops if op.plain[-1].kind == "attention")
+    both = next(c for c in lower(op, joined, where) if c.schedule["USE_PDL"])
+    assert without_unsafe_pdl(both, "matmul_skinny_tma") is both
+    assert not without_unsafe_pdl(both, "norm").schedule["USE_PDL"]
     norm = next(op for op in graph.ops if op.kind == "rms_norm")
     early = next(c for c in lower(norm, graph, where) if c.schedule["USE_PDL"])
     assert without_unsafe_pdl(early, "norm") is early

@@ -11,6 +11,7 @@ import pytest
 from tests.checkpoints import edit_json, make_llama
 from tests.runtime.serving import compile_tiny
 from treadle.ir.errors import CheckpointError
+from treadle.runtime import planner
 from treadle.runtime.artifact import MANIFEST, finish_manifest, read_manifest
 from treadle.runtime.checkpoint import open_checkpoint
 from treadle.runtime.loading import LoadedArtifact, ServeOptions, load_artifact
@@ -79,6 +80,23 @@ def test_every_kernel_of_a_sound_model_passes(
     assert changed == (
         {"kv.0", "last_token", "length"} if step == "decode" else {"kv.0", "last_token"}
     )
+
+
+@pytest.mark.parametrize("bucket", [1, 2])
+def test_a_kernel_that_appends_and_then_attends_is_checked_on_both(
+    tmp_path: Path, rng_seed: int, bucket: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "JOINED_ROWS", 2)
+    artifact = compile_kernels(tmp_path, rng_seed)
+    checks = check(load(artifact), "decode", bucket, rng_seed)
+    assert [each for each in checks if not each.passed] == []
+    joined = [each for each in checks if each.kernel.startswith("rope__kv_write__attention.")]
+    assert [each.result for each in joined] == ["layers.0.attended", "kv.0"]
+
+    edit_kernel(artifact, "rope__kv_write__attention", lambda text: text.replace("-sin", "sin"))
+    checks = check(load(artifact), "decode", bucket, rng_seed)
+    failed = [each for each in checks if not each.passed]
+    assert {each.result for each in failed} == {"layers.0.attended", "kv.0"}
 
 
 def test_a_wrong_kernel_fails_under_the_name_of_its_op(tmp_path: Path, rng_seed: int) -> None:
