@@ -31,6 +31,12 @@ def op_cost(op: Op, graph: Graph, dims: Mapping[str, int]) -> Cost:
     # State is touched in part only; the op that touches it knows how much.
     stateful = [inner for inner in op.body if ops.lookup(inner.kind).mutates]
     touched = sum(_plain_cost(inner, graph, dims).bytes // 2 for inner in stateful)
+    # So does one that reads the cache: what it reads beside the operands and results of its own.
+    readers = [inner for inner in op.body if inner not in stateful and _reads_cache(inner, graph)]
+    touched += sum(
+        max(0, _plain_cost(inner, graph, dims).bytes - _values_bytes(inner, graph, dims))
+        for inner in readers
+    )
     per_token = {**dims, "C": dims["T"]}  # of a table over positions a row per token is read
     moved = sum(
         graph.type_of(name).num_bytes(per_token)
@@ -38,6 +44,15 @@ def op_cost(op: Op, graph: Graph, dims: Mapping[str, int]) -> Cost:
         if not graph.type_of(name).layout and name != "block_table"
     )
     return Cost(flops, moved + touched)
+
+
+def _reads_cache(op: Op, graph: Graph) -> bool:
+    return any(graph.type_of(name).layout for name in op.inputs)
+
+
+def _values_bytes(op: Op, graph: Graph, dims: Mapping[str, int]) -> int:
+    """Count the first operand and the results, which an op that reads a cache counts as well."""
+    return sum(graph.type_of(name).num_bytes(dims) for name in (op.inputs[0], *op.outputs))
 
 
 def _plain_cost(op: Op, graph: Graph, dims: Mapping[str, int]) -> Cost:
