@@ -116,6 +116,7 @@ EXAMPLE: dict[str, object] = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": False,
     "rope_theta": 500000.0,
+    "sliding_window": None,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "torch_dtype": "bfloat16",
@@ -415,6 +416,41 @@ def kernels_section() -> list[str]:
     return table("kernel | ops inside, in order | templates", rows)
 
 
+# --- models.md ------------------------------------------------------------------------------------
+
+
+def families_section() -> list[str]:
+    """List the families of the registry."""
+    first = _authored_kinds(registry.FAMILIES[0])
+    rows = []
+    for family in registry.FAMILIES:
+        path = DOCS.parent / f"models/{family.name}.py"
+        text = path.read_text(encoding="utf-8")
+        what = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+        beyond = sorted(_authored_kinds(family) - first)
+        rows.append(
+            (
+                f"[`{family.name}`](../models/{family.name}.py)",
+                ", ".join(f"`{name}`" for name in family.architectures),
+                str(len(text.splitlines())),
+                ", ".join(f"[`{kind}`](ir.md#{kind})" for kind in beyond) or "none",
+                _cell(what),
+            )
+        )
+    header = "family | architectures | lines of its spec | ops beyond Llama's | what it is"
+    return table(header, rows)
+
+
+def _authored_kinds(family: registry.Family) -> set[str]:
+    """Give the kinds of the ops that a family's specs are written in."""
+    return {
+        op.kind
+        for architecture in family.architectures
+        for step in builder.STEP_KINDS
+        for op in graph_of(architecture, step, None).ops
+    }
+
+
 # --- serving.md -----------------------------------------------------------------------------------
 
 Row = tuple[str, str, str, str]
@@ -624,6 +660,7 @@ SECTIONS: dict[str, dict[str, Callable[[], list[str]]]] = {
         "passes": passes_section,
         "ops": ops_section,
     },
+    "models.md": {"families": families_section},
     "kernels.md": {"templates": templates_section, "kernels": kernels_section},
     "serving.md": {
         "shared fields": functools.partial(fields_section, "shared"),

@@ -164,6 +164,12 @@ class GraphBuilder:
         """Normalise rows by their root mean square."""
         return self.apply("rms_norm", x, weight, name=name, eps=eps, offset=offset)[0]
 
+    def head_norm(
+        self, x: Value, weight: Value, *, eps: float, offset: float = 0.0, name: str = ""
+    ) -> Value:
+        """Normalise each head by its root mean square; the weight is as wide as one head."""
+        return self.apply("head_norm", x, weight, name=name, eps=eps, offset=offset)[0]
+
     def linear(
         self,
         x: Value,

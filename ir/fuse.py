@@ -124,7 +124,7 @@ _ROPE_AND_APPEND = ["split", "rope", "rope", "kv_write"]
 
 
 def fuse_rope_kv_write(graph: Graph) -> Result:
-    """Join split, the ropes of q and k and the append of k and v into one kernel."""
+    """Join split, norms of heads and ropes of q and k and the append of k and v into one kernel."""
     refusals: list[Refusal] = []
     reason: str | None
     for write in [op for op in graph.ops if op.kind == "kv_write"]:
@@ -134,14 +134,18 @@ def fuse_rope_kv_write(graph: Graph) -> Result:
             refusals.append(Refusal("fuse_rope_kv_write", write.name, reason))
             continue
         readers = [op for name in split.outputs for op in graph.uses.get(name, ())]
+        norms = [op for op in readers if op.kind == "head_norm"]
+        readers += [op for norm in norms for op in graph.uses.get(norm.outputs[0], ())]
         ropes = [op for op in readers if op.kind == "rope"]
-        members = [split, *ropes, write]
+        members = [split, *norms, *ropes, write]
         strangers = [op.name for op in readers if op not in members]
         reason = obstacle(graph, members)
         if strangers:
             reason = f"parts of the split are read by {', '.join(strangers)} too"
         if len(ropes) != 2 or len(split.outputs) != 3 or rope_k not in ropes:
             reason = "it is not q, k and v of one projection with q and k roped"
+        elif len(norms) not in (0, 2):
+            reason = "of q and k only one is normalised"
         if reason:
             refusals.append(Refusal("fuse_rope_kv_write", write.name, reason))
         else:

@@ -252,6 +252,25 @@ def _rms_norm(params: RmsNormParams, x: TensorType, weight: TensorType) -> Types
     return (x,)
 
 
+@_define("head_norm", RmsNormParams, "x weight", "y", "row", flops=_per_element(4))
+def _head_norm(params: RmsNormParams, x: TensorType, weight: TensorType) -> Types:
+    """Scale each head of each row to unit root mean square, then by the weight that heads share.
+
+    Formula: y = x / sqrt(mean(x²) + eps) * (weight + offset), the mean over the D of a head
+    Shapes: x [T, n*D]; weight [D]; y [T, n*D].
+    Numerics: computed in f32.
+    Source: Henry et al., Query-Key Normalization for Transformers, 2020.
+    """
+    _expect(
+        len(weight.shape) == 1 and x.size(-1) % weight.size(0) == 0,
+        "head_norm",
+        "a weight as wide as a head, and x of whole heads",
+        x,
+        weight,
+    )
+    return (x,)
+
+
 def _linear_flops(_params: Any, inputs: Types, outputs: Types, dims: Dims) -> int:
     return 2 * _elements(outputs[0], dims) * d.bind(inputs[1].shape[1], dims)
 

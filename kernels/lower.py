@@ -466,6 +466,53 @@ def _lower_kv_write(op: Op, graph: Graph, where: Situation) -> Iterator[Candidat
         yield Candidate("rope_kv_write", "rope_kv_write", shape, schedule, arguments)
 
 
+def _lower_append(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    """Lower an append of k and v, with the norms of q's and k's heads before the ropes."""
+    facts: dict[str, Fact] = {"HEAD_NORM": False, "EPS": 0.0, "OFFSET": 0.0}
+    weights = {"q_weight": "none:", "k_weight": "none:"}
+    norms = [inner for inner in op.plain if inner.kind == "head_norm"]
+    if norms:
+        params, weights = _read_head_norms(op, norms)
+        facts = {"HEAD_NORM": True, "EPS": params.eps, "OFFSET": params.offset}
+        # What is left when the ropes read the parts of the split themselves.
+        source = {norm.outputs[0]: norm.inputs[0] for norm in norms}
+        body = [
+            replace(inner, inputs=tuple(source.get(name, name) for name in inner.inputs))
+            for inner in op.body
+            if inner not in norms
+        ]
+        op = replace(op, body=tuple(body))
+    for candidate in _lower_kv_write(op, graph, where):
+        name = f"head_norm_{candidate.name}" if norms else candidate.name
+        yield replace(
+            candidate,
+            name=name,
+            shape={**candidate.shape, **facts},
+            arguments={**candidate.arguments, **weights},
+        )
+
+
+def _read_head_norms(op: Op, norms: Sequence[Op]) -> tuple[ops.RmsNormParams, dict[str, str]]:
+    """Give what the norms of q and k share, and their weights as arguments."""
+    by_part = {norm.inputs[0]: norm for norm in norms}
+    parts = op.body[0].outputs
+    found = [by_part[part] for part in parts[:2] if part in by_part]
+    if len(found) != 2 or len(norms) != 2:
+        raise LoweringError(
+            f"`{op.name}`: the heads of q and those of k should be normalised, or neither; found "
+            f"norms of {', '.join(norm.inputs[0] for norm in norms)}.",
+            remedy="Split the projection as q, k, v and normalise the first two.",
+        )
+    q_norm, k_norm = found
+    if q_norm.params != k_norm.params:
+        raise LoweringError(
+            f"`{op.name}`: q and k should be normalised alike; found {q_norm.params} and "
+            f"{k_norm.params}.",
+            remedy="One kernel normalises both: give them one eps and one offset.",
+        )
+    return q_norm.params, _values(("q_weight", "k_weight"), (q_norm.inputs[1], k_norm.inputs[1]))
+
+
 def _lower_norm(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
     norm = op.plain[-1]
     gather = op.plain[0] if op.plain[0].kind == "gather_rows" else None
@@ -559,7 +606,7 @@ def _lower_resolve(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate
 _LOWERINGS: dict[str, Callable[[Op, Graph, Situation], Iterator[Candidate]]] = {
     "linear": _lower_linear,
     "attention": _lower_attention,
-    "kv_write": _lower_kv_write,
+    "kv_write": _lower_append,
     "rms_norm": _lower_norm,
     "add": _lower_add,
     "glu": _lower_glu,

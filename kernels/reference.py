@@ -66,6 +66,19 @@ def rms_norm(
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)  # [T, E]
 
 
+def head_norm(
+    x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float = 0.0
+) -> torch.Tensor:
+    """Divide each head by its root mean square and scale it per feature of a head.
+
+    Formula: x / sqrt(mean(x^2) + eps) * (weight + offset), the mean over a head.
+    Shapes: x [T, n * D], weight [D] -> [T, n * D] in the dtype of x.
+    Numerics: fp32 throughout, rounded once at the end.
+    """
+    heads = x.unflatten(-1, (-1, weight.shape[0]))  # [T, n, D]
+    return rms_norm(heads, weight, eps=eps, offset=offset).flatten(-2)  # [T, n * D]
+
+
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,

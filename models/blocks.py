@@ -27,6 +27,13 @@ class Layer:
         weight = self.b.weight(f"layers.{self.index}.{module}", checkpoint_name, x.type.size(-1))
         return self.b.rms_norm(x, weight, eps=eps, name=module)
 
+    def head_norm(self, x: Value, module: str, *, head_dim: int, eps: float) -> Value:
+        """Normalise each head by the weight of `module`, `self_attn.q_norm` for example."""
+        checkpoint_name = f"model.layers.{self.index}.{module}.weight"
+        name = module.rpartition(".")[2]
+        weight = self.b.weight(f"layers.{self.index}.{name}", checkpoint_name, head_dim)
+        return self.b.head_norm(x, weight, eps=eps, name=name)
+
     def project(self, x: Value, name: str, modules: Mapping[str, int], *, bias: bool) -> Value:
         """Multiply by the weights of `modules`, joined in order; the numbers are their rows."""
         at = f"model.layers.{self.index}"
@@ -37,8 +44,13 @@ class Layer:
         return self.b.linear(x, weight, bias_value, name=name)
 
 
-def rotary_attention(layer: Layer, x: Value, config: ModelConfig, table: Value) -> Value:
-    """Project to q, k and v, rotate, attend through the layer's pages and project back."""
+def rotary_attention(
+    layer: Layer, x: Value, config: ModelConfig, table: Value, *, has_head_norms: bool = False
+) -> Value:
+    """Project to q, k and v, rotate, attend through the layer's pages and project back.
+
+    With `has_head_norms` the heads of q and k are normalised before they are rotated.
+    """
     b, head_dim = layer.b, config.head_dim
     q_width, kv_width = config.num_heads * head_dim, config.num_kv_heads * head_dim
     modules = {
@@ -48,6 +60,10 @@ def rotary_attention(layer: Layer, x: Value, config: ModelConfig, table: Value) 
     }
     qkv = layer.project(x, "qkv", modules, bias=config.qkv_bias)
     q, k, v = b.split(qkv, q_width, kv_width, kv_width, name="q k v")
+    if has_head_norms:
+        eps = config.rms_norm_eps
+        q = layer.head_norm(q, "self_attn.q_norm", head_dim=head_dim, eps=eps)
+        k = layer.head_norm(k, "self_attn.k_norm", head_dim=head_dim, eps=eps)
     attended = b.attention(
         b.rope(q, table, head_dim=head_dim, name="q_rope"),
         b.rope(k, table, head_dim=head_dim, name="k_rope"),

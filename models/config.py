@@ -112,6 +112,17 @@ _DEFAULTS: dict[str, _Defaults] = {
         bos_token_id=None,
         eos_token_id=None,
     ),
+    "Qwen3ForCausalLM": _Defaults(
+        "qwen3",
+        32768,
+        num_kv_heads=32,
+        head_dim=128,
+        sliding_window=4096,
+        use_sliding_window=False,
+        bias_keys=("attention_bias",),
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
 }
 
 # Keys that would change the maths: accepted only with a value under which they change nothing.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from treadle.ir.builder import GraphBuilder
 from treadle.ir.errors import SpecError
 from treadle.ir.graph import Graph
-from treadle.models import llama
+from treadle.models import llama, qwen3
 from treadle.models.config import ModelConfig, architecture_of, from_hf
 
 
@@ -25,7 +25,10 @@ class Family:
     build: Callable[[ModelConfig, GraphBuilder], Graph]
 
 
-FAMILIES: tuple[Family, ...] = (Family("llama", llama.ARCHITECTURES, llama.build),)
+FAMILIES: tuple[Family, ...] = (
+    Family("llama", llama.ARCHITECTURES, llama.build),
+    Family("qwen3", qwen3.ARCHITECTURES, qwen3.build),
+)
 
 
 def find_family(architecture: str) -> Family:

@@ -99,6 +99,7 @@ HOW = {
     "embed": "alone",
     "gather_rows": "rms_norm",
     "glu": "linear",
+    "head_norm": "kv_write",
     "kv_write": "split",
     "linear": "alone",
     "resolve_tokens": "alone",

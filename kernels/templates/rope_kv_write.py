@@ -1,7 +1,9 @@
 """Rotate the queries and keys of a fused projection and append keys and values to the KV cache.
 
 Rotation pairs feature i of a head with feature i + r / 2 (r = ROTARY_DIM):
-(a, b) -> (a cos - b sin, b cos + a sin); features from r on, and values, are copied.
+(a, b) -> (a cos - b sin, b cos + a sin); features from r on, and values, are copied. With HEAD_NORM
+each head of the queries and keys is first scaled to unit root mean square, then by a weight that
+they share: x / sqrt(mean(x^2) + EPS) * (weight + OFFSET).
 
 Shapes (T tokens, H query heads, G KV heads, D head dim, S tokens per page, P pages, R rows, M pages
 per row, C positions):
@@ -11,6 +13,8 @@ per row, C positions):
   token_seq    i32[T]: sequence of each token
   seq_rows     i32[B]: row of each sequence; tokens of padding (row -1) write nothing to the cache
   block_table  i32[R, M]: page of positions m * S .. (m + 1) * S of a row; rows may be strided
+  q_weight,    [D]: weights of the norms; unused (None or any tensor) without HEAD_NORM
+  k_weight
   k_cache,     [P, G, S, D]: contiguous
   v_cache
   q            [T, H * D]: contiguous; rotated queries, those of padding too
@@ -23,7 +27,16 @@ import torch
 import triton
 import triton.language as tl
 
-SHAPE = dict(NUM_HEADS=9, NUM_KV_HEADS=3, HEAD_DIM=64, ROTARY_DIM=64, PAGE_SIZE=64)
+SHAPE = dict(
+    NUM_HEADS=9,
+    NUM_KV_HEADS=3,
+    HEAD_DIM=64,
+    ROTARY_DIM=64,
+    PAGE_SIZE=64,
+    HEAD_NORM=False,
+    EPS=1e-06,
+    OFFSET=0.0,
+)
 SCHEDULE = dict(BLOCK_HEADS=4, USE_PDL=False, num_warps=1, num_stages=1)
 
 
@@ -56,6 +69,28 @@ def store_heads(
     tl.store(v_ptr + v_offsets, values.to(v_ptr.dtype.element_ty), mask=mask & is_value)
 
 
+@triton.jit
+def normalise_heads(
+    values,
+    scale,
+    q_weight_ptr,
+    k_weight_ptr,
+    head,
+    feature,
+    inside,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    """Scale some features of a block of heads by the heads' scales and a weight; leave values."""
+    is_query = (head < NUM_HEADS)[:, None]  # [BLOCK_HEADS, 1]
+    is_value = (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]  # [BLOCK_HEADS, 1]
+    q_weight = tl.load(q_weight_ptr + feature, mask=inside, other=0.0)[None, :]  # [1, features]
+    k_weight = tl.load(k_weight_ptr + feature, mask=inside, other=0.0)[None, :]  # [1, features]
+    weight = tl.where(is_query, q_weight, k_weight).to(tl.float32)  # [BLOCK_HEADS, features]
+    return tl.where(is_value, values, values * scale[:, None] * (weight + OFFSET))
+
+
 # The step's inputs may be slices: their alignment must not select another compiled kernel.
 @triton.jit(
     do_not_specialize=["table_stride"],
@@ -73,6 +108,8 @@ def rope_kv_write(
     token_seq_ptr,
     seq_rows_ptr,
     block_table_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
     k_cache_ptr,
     v_cache_ptr,
     q_ptr,
@@ -82,6 +119,9 @@ def rope_kv_write(
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    HEAD_NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -121,6 +161,31 @@ def rope_kv_write(
     b = tl.load(head_ptr + HALF + pair[None, :], mask=mask, other=0.0)  # [BLOCK_HEADS, BLOCK_HALF]
     a = a.to(tl.float32)  # [BLOCK_HEADS, BLOCK_HALF]
     b = b.to(tl.float32)  # [BLOCK_HEADS, BLOCK_HALF]
+    if REST > 0:
+        BLOCK_REST: tl.constexpr = triton.next_power_of_2(REST)
+        feature = ROTARY_DIM + tl.arange(0, BLOCK_REST)  # [BLOCK_REST]
+        rest_inside = feature < HEAD_DIM  # [BLOCK_REST]
+        rest_mask = (head < ALL_HEADS)[:, None] & rest_inside[None, :]  # [BLOCK_HEADS, BLOCK_REST]
+        rest = tl.load(head_ptr + feature[None, :], mask=rest_mask)  # [BLOCK_HEADS, BLOCK_REST]
+    if HEAD_NORM:
+        squares = tl.sum(a * a + b * b, axis=1)  # [BLOCK_HEADS]
+        if REST > 0:
+            rest = tl.where(rest_mask, rest, 0.0).to(tl.float32)  # [BLOCK_HEADS, BLOCK_REST]
+            squares += tl.sum(rest * rest, axis=1)  # [BLOCK_HEADS]
+        scale = 1.0 / tl.sqrt(squares / HEAD_DIM + EPS)  # [BLOCK_HEADS]
+        a = normalise_heads(
+            a, scale, q_weight_ptr, k_weight_ptr, head, pair, pair < HALF,
+            NUM_HEADS, NUM_KV_HEADS, OFFSET,
+        )  # fmt: skip
+        b = normalise_heads(
+            b, scale, q_weight_ptr, k_weight_ptr, head, HALF + pair, pair < HALF,
+            NUM_HEADS, NUM_KV_HEADS, OFFSET,
+        )  # fmt: skip
+        if REST > 0:
+            rest = normalise_heads(
+                rest, scale, q_weight_ptr, k_weight_ptr, head, feature, rest_inside,
+                NUM_HEADS, NUM_KV_HEADS, OFFSET,
+            )  # fmt: skip
     rotates = (head < NUM_HEADS + NUM_KV_HEADS)[:, None]  # [BLOCK_HEADS, 1]
     rotated_a = tl.where(rotates, a * cos - b * sin, a)  # [BLOCK_HEADS, BLOCK_HALF]
     rotated_b = tl.where(rotates, b * cos + a * sin, b)  # [BLOCK_HEADS, BLOCK_HALF]
@@ -153,10 +218,6 @@ def rope_kv_write(
         PAGE_SIZE,
     )
     if REST > 0:
-        BLOCK_REST: tl.constexpr = triton.next_power_of_2(REST)
-        feature = ROTARY_DIM + tl.arange(0, BLOCK_REST)  # [BLOCK_REST]
-        rest_mask = (head < ALL_HEADS)[:, None] & (feature < HEAD_DIM)[None, :]
-        rest = tl.load(head_ptr + feature[None, :], mask=rest_mask)  # [BLOCK_HEADS, BLOCK_REST]
         store_heads(
             q_ptr,
             k_ptr,
@@ -180,6 +241,8 @@ def launch(
     token_seq: torch.Tensor,
     seq_rows: torch.Tensor,
     block_table: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     q: torch.Tensor,
@@ -196,6 +259,8 @@ def launch(
         token_seq,
         seq_rows,
         block_table,
+        q_weight,
+        k_weight,
         k_cache,
         v_cache,
         q,

@@ -12,7 +12,7 @@ from tests.ir.toy import toy_graph
 from treadle.ir import dims, fuse, ops
 from treadle.ir.builder import GraphBuilder
 from treadle.ir.errors import ShapeError, SpecError
-from treadle.ir.graph import Op, walk
+from treadle.ir.graph import Graph, Op, walk
 from treadle.ir.memory import plan_buffers
 from treadle.ir.pipeline import run_passes
 from treadle.ir.text import parse_graph, print_graph
@@ -117,6 +117,41 @@ def test_a_residual_read_twice_is_not_fused_and_the_reason_is_kept() -> None:
     _, refusals = fuse.fuse_residual(graph)
     assert {refusal.op for refusal in refusals} == {"first", "second"}
     assert all("only reader" in refusal.reason for refusal in refusals)
+
+
+def _append_with_norms(*, of_q: bool, of_k: bool) -> Graph:
+    b = GraphBuilder("normed", step="mixed", dtype="f32", page_size=16)
+    table = b.rope_table("rope", (1.0,) * 8, 1.0)
+    x = b.embed(b.weight("embed", "embed", 32, 64))
+    weight = b.weight("norm", "norm", 16)
+    q, k, v = b.split(b.linear(x, b.weight("w", "w", 64, 64)), 32, 16, 16, name="q k v")
+    q = b.head_norm(q, weight, eps=1e-6, name="q_norm") if of_q else q
+    k = b.head_norm(k, weight, eps=1e-6, name="k_norm") if of_k else k
+    attended = b.attention(
+        b.rope(q, table, head_dim=16),
+        b.rope(k, table, head_dim=16),
+        v,
+        cache="kv.0",
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        scale=1.0,
+    )
+    head = b.weight("h", "h", 32, 32)
+    return b.finish(b.linear(b.last_rows(attended), head, out_dtype="f32"))
+
+
+def test_norms_of_the_heads_of_q_and_k_join_the_append() -> None:
+    fused, refusals = fuse.fuse_rope_kv_write(_append_with_norms(of_q=True, of_k=True))
+    assert not refusals
+    (append,) = (op for op in fused.ops if op.body)
+    kinds = [inner.kind for inner in append.body]
+    assert sorted(kinds) == sorted(["split", *["head_norm", "rope"] * 2, "kv_write"])
+
+
+def test_a_norm_of_q_alone_keeps_the_append_apart_and_the_reason_is_kept() -> None:
+    _, (refusal,) = fuse.fuse_rope_kv_write(_append_with_norms(of_q=True, of_k=False))
+    assert refusal.reason == "of q and k only one is normalised"
 
 
 def test_each_linear_takes_one_residual_at_most() -> None:

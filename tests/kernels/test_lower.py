@@ -300,6 +300,53 @@ def test_an_append_without_ropes_is_refused_by_name() -> None:
     assert "`kv_write.kv.0`" in message and "found kv_write alone" in message
 
 
+NORMED = """graph odd {{
+  input qkv: f32[T, 64]
+  input positions: i32[T]
+  input token_seq: i32[T]
+  input seq_rows: i32[B]
+  input block_table: i32[R, M]
+  input kv.0: kv.f32[P, 1, 16, 16]
+  weight @rope: f32[C, 16] = rope_table([1.0], scale=1.0)
+  weight @q_norm: f32[16] = load({{'q_norm': 16}})
+  weight @k_norm: f32[16] = load({{'k_norm': 16}})
+  q_rope: f32[T, 32] = fused head_norm__rope__kv_write(qkv, @q_norm, positions, @rope, @k_norm, \
+token_seq, seq_rows, block_table, kv.0) {{
+    q: f32[T, 32], k: f32[T, 16], v: f32[T, 16] = split(qkv; sizes=(32, 16, 16))
+    q_norm: f32[T, 32] = head_norm(q, @q_norm; eps=1e-06, offset=0.0)
+    q_rope: f32[T, 32] = rope(q_norm, positions, @rope; head_dim=16)
+    k_norm: f32[T, 16] = head_norm({normed}, @k_norm; eps={eps}, offset=0.0)
+    k_rope: f32[T, 16] = rope(k_norm, positions, @rope; head_dim=16)
+    kv_write(k_rope, {value}, positions, token_seq, seq_rows, block_table, kv.0)
+  }}
+  return q_rope
+}}"""
+ALIKE = {"normed": "k", "eps": "1e-06", "value": "v"}
+
+
+def test_norms_of_heads_join_the_append() -> None:
+    graph = parse_graph(NORMED.format(**ALIKE))
+    (candidate, *_) = lower(graph.ops[-1], graph, situation("mixed", "cuda", "sm_90", 8))
+    assert (candidate.template, candidate.name) == ("rope_kv_write", "head_norm_rope_kv_write")
+    assert candidate.shape["HEAD_NORM"] is True and candidate.shape["EPS"] == 1e-6
+    weights = (candidate.arguments["q_weight"], candidate.arguments["k_weight"])
+    assert weights == ("value:@q_norm", "value:@k_norm")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"eps": "1e-05"}, "normalised alike"),
+        ({"normed": "v", "value": "k"}, "heads of q and those of k"),
+    ],
+)
+def test_norms_that_the_kernel_would_get_wrong_are_refused(
+    changes: dict[str, str], reason: str
+) -> None:
+    message = refusal(NORMED.format(**{**ALIKE, **changes}))
+    assert "`q_rope`" in message and reason in message
+
+
 def test_what_reads_early_is_not_launched_early_after_a_kernel_that_does_not_wait() -> None:
     graph = fused_graph("decode", "plain", "bf16")
     where = situation("decode", "cuda", "sm_90", 8)

@@ -592,3 +592,13 @@ def test_tokens_do_not_depend_on_neighbours_or_rows(rng_seed: int) -> None:
     alone = Rows(1, top_p=0.9, seed=11, length=30).sample(logits[2:])[0]
     together = Rows(5, top_p=[1, 0.9, 1, 1, 1], seed=[1, 11, 3, 4, 5], length=[3, 30, 5, 6, 7])
     assert together.sample(logits, seq_rows=[0, 4, 1])[0][2:] == alone
+
+
+def test_head_norm_normalises_each_head_on_its_own(rng_seed: int) -> None:
+    torch.manual_seed(rng_seed)
+    x, weight = torch.randn(3, 5 * 8), torch.randn(8)
+    y = reference.head_norm(x, weight, eps=1e-3, offset=0.5)
+    for head in range(5):
+        part = slice(8 * head, 8 * head + 8)
+        expected = reference.rms_norm(x[:, part], weight, eps=1e-3, offset=0.5)
+        torch.testing.assert_close(y[:, part], expected, rtol=0, atol=1e-6)

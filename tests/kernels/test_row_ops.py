@@ -215,7 +215,8 @@ def test_rope_kv_write_rotates_and_appends(
         schedule={"BLOCK_HEADS": block_heads},
     )
     step = (token_seq, seq_rows, table)
-    launch(template, qkv, positions, cos_sin, *step, cache[0], cache[1], q, 5, device=device)
+    outputs = (cache[0], cache[1], q)
+    launch(template, qkv, positions, cos_sin, *step, None, None, *outputs, 5, device=device)
 
     positions, token_seq = positions[:5], token_seq[:5]
     expected_q, k, v = reference.split(qkv, sizes=sizes)
@@ -224,6 +225,47 @@ def test_rope_kv_write_rotates_and_appends(
     reference.kv_write(k, v, positions, token_seq, seq_rows, table, *expected_cache)
     assert_same(q[:5], expected_q)
     assert q[5].isnan().all()
+    assert_same(cache, expected_cache)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("model", MODELS)
+def test_rope_kv_write_normalises_the_heads_of_queries_and_keys(
+    model: tuple[int, ...], offset: float, dtype: torch.dtype, device: str, rng_seed: int
+) -> None:
+    num_heads, num_kv_heads, head_dim, rotary_dim, page_size, block_heads = model
+    torch.manual_seed(rng_seed)
+    sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
+    qkv = 3 * torch.randn(3, sum(sizes)).to(dtype)
+    q_weight, k_weight = torch.randn(2, head_dim).to(dtype)
+    positions, token_seq, seq_rows = int32(0, 0, 1), int32(0, 1, 1), int32(1, 0)
+    cos_sin, table = torch.randn(2, rotary_dim), int32(1, 0).view(2, 1)
+    cache = poisoned(2, 2, num_kv_heads, page_size, head_dim, dtype=dtype)
+    q, expected_cache = poisoned(3, sizes[0], dtype=dtype), cache.clone()
+    facts = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim}
+    norm = {"HEAD_NORM": True, "EPS": 1e-3, "OFFSET": offset}
+    template = load_template(
+        "rope_kv_write",
+        shape={**facts, **norm, "ROTARY_DIM": rotary_dim, "PAGE_SIZE": page_size},
+        schedule={"BLOCK_HEADS": block_heads},
+    )
+    launch(
+        template,
+        *(qkv, positions, cos_sin, token_seq, seq_rows, table, q_weight, k_weight),
+        *(cache[0], cache[1], q, 3),
+        device=device,
+    )
+
+    # In fp32 up to the end, as the kernel: it rounds once, the ops alone round in between.
+    expected_q, k, v = reference.split(qkv.float(), sizes=sizes)
+    expected_q = reference.head_norm(expected_q, q_weight, eps=1e-3, offset=offset)
+    k = reference.head_norm(k, k_weight, eps=1e-3, offset=offset)
+    expected_q = reference.rope(expected_q, positions, cos_sin, head_dim=head_dim)
+    k = reference.rope(k, positions, cos_sin, head_dim=head_dim)
+    step = (positions, token_seq, seq_rows, table)
+    reference.kv_write(k.to(dtype), v.to(dtype), *step, *expected_cache)
+    assert_same(q, expected_q.to(dtype))
     assert_same(cache, expected_cache)
 
 
@@ -244,7 +286,8 @@ def test_rope_kv_write_copies_values_that_no_rotation_may_touch(device: str) -> 
     zero = int32(0)
     launch(
         template,
-        *(qkv, zero, torch.zeros(1, 8), zero, zero, zero.view(1, 1), cache[0], cache[1], q, 1),
+        *(qkv, zero, torch.zeros(1, 8), zero, zero, zero.view(1, 1)),
+        *(None, None, cache[0], cache[1], q, 1),
         device=device,
     )
     assert (cache[1, 0, 0, 0] == float("inf")).all()
@@ -300,7 +343,7 @@ LAUNCHES: dict[str, tuple[cross_compile.Argument, ...]] = {
     "glu": ("bf16[8, 3072]", "bf16[8, 1536]", 8),
     "rope_kv_write": (
         *("bf16[8, 960]", "i32[8]", "f32[99, 64]", "i32[8]", "i32[8]", "i32[8, 4]"),
-        *("bf16[9, 3, 64, 64]", "bf16[9, 3, 64, 64]", "bf16[8, 576]", 8),
+        *(None, None, "bf16[9, 3, 64, 64]", "bf16[9, 3, 64, 64]", "bf16[8, 576]", 8),
     ),
     "step_inputs": (*["i32[8]"] * 6, "i32[9]", *["i32[8]"] * 2, 8),
     "resolve_tokens": (*["i32[8]"] * 5, 8),

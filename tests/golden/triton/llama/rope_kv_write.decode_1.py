@@ -16,7 +16,16 @@ import torch
 import triton
 import triton.language as tl
 
-SHAPE = dict(NUM_HEADS=32, NUM_KV_HEADS=8, HEAD_DIM=64, ROTARY_DIM=64, PAGE_SIZE=64)
+SHAPE = dict(
+    NUM_HEADS=32,
+    NUM_KV_HEADS=8,
+    HEAD_DIM=64,
+    ROTARY_DIM=64,
+    PAGE_SIZE=64,
+    HEAD_NORM=False,
+    EPS=0.0,
+    OFFSET=0.0,
+)
 SCHEDULE = dict(BLOCK_HEADS=4, USE_PDL=True, num_warps=1, num_stages=1)
 
 
@@ -49,6 +58,28 @@ def store_heads(
     tl.store(v_ptr + v_offsets, values.to(v_ptr.dtype.element_ty), mask=mask & is_value)
 
 
+@triton.jit
+def normalise_heads(
+    values,
+    scale,
+    q_weight_ptr,
+    k_weight_ptr,
+    head,
+    feature,
+    inside,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    """Scale some features of a block of heads by the heads' scales and a weight; leave values."""
+    is_query = (head < NUM_HEADS)[:, None]  # [BLOCK_HEADS, 1]
+    is_value = (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]  # [BLOCK_HEADS, 1]
+    q_weight = tl.load(q_weight_ptr + feature, mask=inside, other=0.0)[None, :]  # [1, features]
+    k_weight = tl.load(k_weight_ptr + feature, mask=inside, other=0.0)[None, :]  # [1, features]
+    weight = tl.where(is_query, q_weight, k_weight).to(tl.float32)  # [BLOCK_HEADS, features]
+    return tl.where(is_value, values, values * scale[:, None] * (weight + OFFSET))
+
+
 # The step's inputs may be slices: their alignment must not select another compiled kernel.
 @triton.jit(
     do_not_specialize=["table_stride"],
@@ -66,6 +97,8 @@ def rope_kv_write(
     token_seq_ptr,
     seq_rows_ptr,
     block_table_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
     k_cache_ptr,
     v_cache_ptr,
     q_ptr,
@@ -75,6 +108,9 @@ def rope_kv_write(
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    HEAD_NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -114,6 +150,31 @@ def rope_kv_write(
     b = tl.load(head_ptr + HALF + pair[None, :], mask=mask, other=0.0)  # [BLOCK_HEADS, BLOCK_HALF]
     a = a.to(tl.float32)  # [BLOCK_HEADS, BLOCK_HALF]
     b = b.to(tl.float32)  # [BLOCK_HEADS, BLOCK_HALF]
+    if REST > 0:
+        BLOCK_REST: tl.constexpr = triton.next_power_of_2(REST)
+        feature = ROTARY_DIM + tl.arange(0, BLOCK_REST)  # [BLOCK_REST]
+        rest_inside = feature < HEAD_DIM  # [BLOCK_REST]
+        rest_mask = (head < ALL_HEADS)[:, None] & rest_inside[None, :]  # [BLOCK_HEADS, BLOCK_REST]
+        rest = tl.load(head_ptr + feature[None, :], mask=rest_mask)  # [BLOCK_HEADS, BLOCK_REST]
+    if HEAD_NORM:
+        squares = tl.sum(a * a + b * b, axis=1)  # [BLOCK_HEADS]
+        if REST > 0:
+            rest = tl.where(rest_mask, rest, 0.0).to(tl.float32)  # [BLOCK_HEADS, BLOCK_REST]
+            squares += tl.sum(rest * rest, axis=1)  # [BLOCK_HEADS]
+        scale = 1.0 / tl.sqrt(squares / HEAD_DIM + EPS)  # [BLOCK_HEADS]
+        a = normalise_heads(
+            a, scale, q_weight_ptr, k_weight_ptr, head, pair, pair < HALF,
+            NUM_HEADS, NUM_KV_HEADS, OFFSET,
+        )  # fmt: skip
+        b = normalise_heads(
+            b, scale, q_weight_ptr, k_weight_ptr, head, HALF + pair, pair < HALF,
+            NUM_HEADS, NUM_KV_HEADS, OFFSET,
+        )  # fmt: skip
+        if REST > 0:
+            rest = normalise_heads(
+                rest, scale, q_weight_ptr, k_weight_ptr, head, feature, rest_inside,
+                NUM_HEADS, NUM_KV_HEADS, OFFSET,
+            )  # fmt: skip
     rotates = (head < NUM_HEADS + NUM_KV_HEADS)[:, None]  # [BLOCK_HEADS, 1]
     rotated_a = tl.where(rotates, a * cos - b * sin, a)  # [BLOCK_HEADS, BLOCK_HALF]
     rotated_b = tl.where(rotates, b * cos + a * sin, b)  # [BLOCK_HEADS, BLOCK_HALF]
@@ -146,10 +207,6 @@ def rope_kv_write(
         PAGE_SIZE,
     )
     if REST > 0:
-        BLOCK_REST: tl.constexpr = triton.next_power_of_2(REST)
-        feature = ROTARY_DIM + tl.arange(0, BLOCK_REST)  # [BLOCK_REST]
-        rest_mask = (head < ALL_HEADS)[:, None] & (feature < HEAD_DIM)[None, :]
-        rest = tl.load(head_ptr + feature[None, :], mask=rest_mask)  # [BLOCK_HEADS, BLOCK_REST]
         store_heads(
             q_ptr,
             k_ptr,
@@ -173,6 +230,8 @@ def launch(
     token_seq: torch.Tensor,
     seq_rows: torch.Tensor,
     block_table: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     q: torch.Tensor,
@@ -189,6 +248,8 @@ def launch(
         token_seq,
         seq_rows,
         block_table,
+        q_weight,
+        k_weight,
         k_cache,
         v_cache,
         q,

@@ -1,0 +1,86 @@
+"""The kernels that a family has beyond Llama's, as emitted: their text, and that GPUs hold them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.golden import Golden
+from tests.kernels.test_llama_kernels import CONFIG, ENGINE, MACHINES
+from treadle.kernels.cross_compile import compile_many
+from treadle.models import registry
+from treadle.models.config import from_hf
+from treadle.runtime import compiler, planner
+from treadle.runtime.binaries import jobs_of
+from treadle.runtime.planner import Plan
+
+# Keys of the config that are not Llama-3.2-1B's, for the sizes of a model people run.
+CHANGES: dict[str, dict[str, object]] = {
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128},
+}
+
+
+def test_every_family_but_llama_is_here() -> None:
+    assert {"llama", *CHANGES} == {family.name for family in registry.FAMILIES}
+
+
+def plan_of(machine: str, **changes: object) -> tuple[Plan, compiler.Compilation]:
+    compilation = compiler.build(from_hf({**CONFIG, **changes}), ENGINE)
+    return planner.plan_programs(compilation.fused, ENGINE, architecture=machine), compilation
+
+
+def kinds_of(plan: Plan) -> dict[str, str]:
+    """Give the first module of each kernel, by the kernel's name."""
+    modules: dict[str, str] = {}
+    for program in plan.programs:
+        for one in program.launches:
+            modules.setdefault(one.kernel.partition(".")[0], one.kernel)
+    return modules
+
+
+def own_kernels(plan: Plan, machine: str) -> dict[str, str]:
+    """Give the modules of the kernels that Llama doesn't have."""
+    llamas = kinds_of(plan_of(machine)[0])
+    return {name: module for name, module in kinds_of(plan).items() if name not in llamas}
+
+
+@pytest.mark.parametrize("family", CHANGES)
+def test_each_kernel_that_llama_lacks_is_as_its_golden(
+    golden: Callable[[str], Golden], family: str
+) -> None:
+    plan, _ = plan_of("sm_90", **CHANGES[family])
+    own = own_kernels(plan, "sm_90")
+    for name, module in own.items():
+        assert plan.modules[module] == golden(f"triton/{family}/{name}.py"), name
+    folder = golden(f"triton/{family}/any").path.parent
+    assert {path.stem for path in folder.glob("*.py")} == set(own)
+
+
+@pytest.mark.parametrize("family", CHANGES)
+def test_each_kernel_that_llama_lacks_compiles_and_uses_what_is_recorded(
+    tmp_path: Path, golden: Callable[[str], Golden], family: str
+) -> None:
+    rows = {}
+    for machine in MACHINES:
+        plan, compilation = plan_of(machine, **CHANGES[family])
+        (tmp_path / machine).mkdir()
+        plan.write(tmp_path / machine)
+        own = {module: name for name, module in own_kernels(plan, machine).items()}
+        folder = tmp_path / machine / "kernels"
+        jobs = jobs_of(plan, compilation.fused, ENGINE, folder, machine)
+        wanted = [job for job in jobs if Path(job.path).stem in own]
+        assert len({job.path for job in wanted}) == len(own)
+        for outcome in compile_many(wanted, triton_cache=tmp_path / "cache"):
+            assert not outcome.error, (outcome.job.path, outcome.error)
+            (kernel,) = outcome.kernels
+            rows[f"{own[Path(outcome.job.path).stem]} {machine}"] = {
+                "registers": kernel.registers,
+                "shared_bytes": kernel.shared_bytes,
+                "spill_bytes": kernel.spill_bytes,
+            }
+            assert kernel.spill_bytes == 0, outcome.job.path
+    text = json.dumps(dict(sorted(rows.items())), indent=1) + "\n"
+    assert text == golden(f"triton/{family}/resources.json")
