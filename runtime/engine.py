@@ -12,13 +12,13 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from treadle.ir.errors import KernelError, QueueFullError, RequestError, TreadleError
 from treadle.runtime.executor import Executor, StepResult
-from treadle.runtime.request import Delta, FinishReason, SamplingParams, Usage
+from treadle.runtime.request import Delta, FinishReason, SamplingParams, TokenLogprobs, Usage
 from treadle.runtime.scheduler import Scheduler, StepPlan, TokenEvent
 from treadle.runtime.text import TextStep, TextStream
 from treadle.runtime.tokenizer import Tokenizer
@@ -72,6 +72,7 @@ class _News(NamedTuple):
     token: int | None
     cached_tokens: int
     ending: _Ending | None
+    logprobs: TokenLogprobs | None = None
 
 
 class Generation:
@@ -84,16 +85,22 @@ class Generation:
         self.prompt_tokens = prompt_tokens
         self._engine = engine
         self._stream = TextStream(engine.tokenizer, params)
-        self._tokens: deque[int] = deque()
+        self._tokens: deque[tuple[int, TokenLogprobs | None]] = deque()
         self._ending: _Ending | None = None
         self._arrived = asyncio.Event()
         self._cached_tokens = 0
         self._over = False
 
-    def _push(self, token: int | None, cached_tokens: int, ending: _Ending | None) -> None:
+    def _push(
+        self,
+        token: int | None,
+        cached_tokens: int,
+        ending: _Ending | None,
+        logprobs: TokenLogprobs | None = None,
+    ) -> None:
         """Take what a step brought; called on the event loop."""
         if token is not None:
-            self._tokens.append(token)
+            self._tokens.append((token, logprobs))
         self._cached_tokens = cached_tokens
         self._ending = ending or self._ending
         self._arrived.set()
@@ -117,13 +124,14 @@ class Generation:
             await self._arrived.wait()
             self._arrived.clear()
             while self._tokens:
-                step = self._stream.push((self._tokens.popleft(),))
+                token, logprobs = self._tokens.popleft()
+                step = self._stream.push((token,))
                 if step.finish_reason is not None:
                     self._over = True
                     if self._ending is None:
                         # Text ended it, by a stop string: the worker doesn't know yet.
                         self._engine._forget(self.request_id, step.finish_reason, step.stop_reason)
-                yield self._delta(step)
+                yield self._delta(step, logprobs)
                 if step.finish_reason is not None:
                     return
             if self._ending is not None:
@@ -133,9 +141,10 @@ class Generation:
                 yield self._delta(self._stream.finish(self._ending.reason))
                 return
 
-    def _delta(self, step: TextStep) -> Delta:
+    def _delta(self, step: TextStep, logprobs: TokenLogprobs | None = None) -> Delta:
+        told = () if logprobs is None else (logprobs,)
         usage = Usage(self.prompt_tokens, self._stream.completion_tokens, self._cached_tokens)
-        return Delta(step.text, step.token_ids, step.finish_reason, step.stop_reason, usage)
+        return Delta(step.text, step.token_ids, step.finish_reason, step.stop_reason, usage, told)
 
 
 class Engine:
@@ -303,7 +312,7 @@ class Engine:
             generation = self._generations.get(each.request_id)
             if generation is None:
                 continue
-            generation._push(each.token, each.cached_tokens, each.ending)
+            generation._push(each.token, each.cached_tokens, each.ending, each.logprobs)
             if each.ending is not None:
                 del self._generations[each.request_id]
         if not self._generations:
@@ -359,9 +368,10 @@ class Engine:
         self._last_step_at = time.monotonic()
         self._update_stats()
         if events:
-            self._publish([self._describe(event) for event in events])
+            logprobs = result.logprobs()
+            self._publish([self._describe(event, logprobs) for event in events])
 
-    def _describe(self, event: TokenEvent) -> _News:
+    def _describe(self, event: TokenEvent, logprobs: Mapping[str, TokenLogprobs]) -> _News:
         sequence, token, reason = event
         name, cached_tokens = sequence.request_id, sequence.cached_tokens or 0
         if reason is FinishReason.ERROR:
@@ -372,7 +382,7 @@ class Engine:
             )
             return _News(name, None, cached_tokens, _Ending(reason, None, error))
         ending = _Ending(reason, sequence.stop_reason) if reason else None
-        return _News(name, token, cached_tokens, ending)
+        return _News(name, token, cached_tokens, ending, logprobs.get(name))
 
     def _update_stats(self) -> None:
         scheduler = self.model.scheduler

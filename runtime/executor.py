@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 
 from treadle.runtime.batch import BatchWriter, HostRing
+from treadle.runtime.logprobs import PendingLogprobs, Wish
+from treadle.runtime.request import TokenLogprobs
 from treadle.runtime.scheduler import StepPlan
 from treadle.runtime.state import DeviceState
 
@@ -31,6 +33,7 @@ class StepResult:
     _tokens: torch.Tensor
     _count: int
     _done: torch.cuda.Event | None
+    _logprobs: PendingLogprobs | None = None
 
     def tokens(self) -> list[int]:
         """Wait for the step; give one token per slice, -1 where none was wanted, -2 for a fault."""
@@ -38,6 +41,10 @@ class StepResult:
             self._done.synchronize()
         tokens: list[int] = self._tokens[: self._count].tolist()
         return tokens
+
+    def logprobs(self) -> dict[str, TokenLogprobs]:
+        """Give the log probabilities of the requests that ask, after `tokens` has waited."""
+        return {} if self._logprobs is None else self._logprobs.take()
 
 
 class Executor:
@@ -55,6 +62,9 @@ class Executor:
         self._writer = BatchWriter(state)
         self._stream = torch.cuda.Stream() if state.packed.is_cuda else None
         self._fetched = HostRing(state.tensors["seq_rows"])  # a token per sequence
+        self._composition = -1
+        self._wishes: tuple[Wish, ...] = ()
+        self._wished_slices: torch.Tensor | None = None
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Start a step and return without waiting for it (on the CPU it is done on return)."""
@@ -76,11 +86,33 @@ class Executor:
             values = self._mixed[bucket].run(plan.num_tokens, num_seqs)
         fetched = self._fetched.take()
         fetched[:num_seqs].copy_(values["tokens"][:num_seqs], non_blocking=True)
+        logprobs = None
+        self._read_wishes(plan)
+        if self._wished_slices is not None:
+            logprobs = PendingLogprobs(
+                self._wishes, self._wished_slices, values["logits"], values["tokens"]
+            )
         done = None
         if self._stream is not None:
             done = torch.cuda.Event()
             done.record()
-        return StepResult(fetched, num_seqs, done)
+        return StepResult(fetched, num_seqs, done, logprobs)
+
+    def _read_wishes(self, plan: StepPlan) -> None:
+        """Find the slices that want log probabilities; the same while the slices are the same."""
+        if plan.composition == self._composition:
+            return
+        self._composition = plan.composition
+        sequences = [*plan.decodes, *(c.sequence if c.samples else None for c in plan.chunks)]
+        self._wishes = tuple(
+            Wish(index, sequence.request_id, sequence.params.logprobs)
+            for index, sequence in enumerate(sequences)
+            if sequence is not None and sequence.params.logprobs is not None
+        )
+        self._wished_slices = None
+        if self._wishes:
+            indices = [wish.slice_index for wish in self._wishes]
+            self._wished_slices = torch.tensor(indices, device=self.state.packed.device)
 
 
 def _smallest(programs: Mapping[int, Program], needed: int) -> int:

@@ -471,6 +471,7 @@ def _chunk(index: int, delta: Delta) -> Response:
         input_token_len=delta.usage.prompt_tokens,
         finish_reason=None if delta.finish_reason is None else delta.finish_reason.value,
         token_ids=list(delta.token_ids),
+        logprobs=[dict((*one.top, (one.token_id, one.logprob))) for one in delta.logprobs] or None,
         index=index,
         cached_tokens=delta.usage.cached_tokens,
         stop_reason=delta.stop_reason,

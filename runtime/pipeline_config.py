@@ -133,7 +133,9 @@ class GenerationConfig:
     say only with True. `max_new_tokens`: at most as many, fewer where the window ends before;
     None: as many as it holds. `random_seed` None: another answer each time. `stop_words` are texts
     of any length and end the answer wherever they come up. `min_new_tokens` counts the token that
-    ends the answer. The fields from `n` on only take their defaults so far.
+    ends the answer. `logprobs`: tell the log probability of each token and of this many likeliest
+    ones, the model's own, before temperature and all else. The fields from `n` on only take
+    their defaults so far.
     """
 
     max_new_tokens: int | None = 512
@@ -148,13 +150,13 @@ class GenerationConfig:
     stop_token_ids: Sequence[int] | None = None
     min_new_tokens: int | None = None
     include_stop_str_in_output: bool = False
+    logprobs: int | None = None
     n: int = field(default=1, metadata=NOT_YET)
     repetition_penalty: float = field(default=1.0, metadata=NOT_YET)
     bad_words: Sequence[str] | None = field(default=None, metadata=NOT_YET)
     bad_token_ids: Sequence[int] | None = field(default=None, metadata=NOT_YET)
     skip_special_tokens: bool = field(default=True, metadata=NOT_YET)
     spaces_between_special_tokens: bool = field(default=True, metadata=NOT_YET)
-    logprobs: int | None = field(default=None, metadata=NOT_YET)
     response_format: Any = field(default=None, metadata=NOT_YET)
     logits_processors: Any = field(default=None, metadata=NOT_YET)
     output_logits: str | None = field(default=None, metadata=NOT_YET)
@@ -194,6 +196,7 @@ class GenerationConfig:
             ignore_eos=self.ignore_eos,
             min_tokens=0 if self.min_new_tokens is None else self.min_new_tokens,
             include_stop_str_in_output=self.include_stop_str_in_output,
+            logprobs=self.logprobs,
         )
         try:
             params.validate()
@@ -209,6 +212,7 @@ class GenerationConfig:
             ignore_eos=params.ignore_eos,
             min_tokens=params.min_tokens,
             include_stop_str_in_output=params.include_stop_str_in_output,
+            logprobs=params.logprobs,
         )
 
 
@@ -237,7 +241,9 @@ class Response:
     `finish_reason`: stop, length, abort, error; None in a stream's chunk with more to follow.
     `stop_reason`: the stop word or stop token that ended it; None for an end of sequence.
     `index`: the prompt's place in the list. The numbers of tokens count the answer up to here, with
-    the token that ended it. With the reason `error`, `error_code` and `error_message` say why.
+    the token that ended it. `logprobs`, where asked for, has for each token a map of the likeliest
+    tokens and of itself to their log probabilities. With the reason `error`, `error_code` and
+    `error_message` say why.
     """
 
     text: str = ""
@@ -245,6 +251,7 @@ class Response:
     input_token_len: int = 0
     finish_reason: str | None = None
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] | None = None
     index: int = 0
     cached_tokens: int = 0
     stop_reason: str | int | None = None
@@ -255,6 +262,8 @@ class Response:
         """Add a stream's next chunk to this answer, and give the answer."""
         self.text += other.text
         self.token_ids += other.token_ids
+        if other.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + other.logprobs
         self.generate_token_len = other.generate_token_len
         self.input_token_len = other.input_token_len
         self.cached_tokens = other.cached_tokens

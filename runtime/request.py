@@ -22,6 +22,7 @@ MAX_TEMPERATURE = 2.0
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_LOGPROBS = 20
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -44,6 +45,7 @@ class SamplingParams:
     `min_tokens`: an end of sequence, stop token or stop string before this many tokens does not
     end the answer. `continues_text`: the answer goes on with the prompt's text, so the leading
     space of its first word is kept; otherwise it is a text of its own, decoded as such.
+    `logprobs`: tell the log probability of each token, and of this many likeliest; None: of none.
     """
 
     max_tokens: int | None = None
@@ -58,6 +60,7 @@ class SamplingParams:
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
     continues_text: bool = False
+    logprobs: int | None = None
 
     def validate(self) -> SamplingParams:
         """Return these parameters if every one is in range.
@@ -83,6 +86,8 @@ class SamplingParams:
         _check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, INT32_MAX)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_int("min_tokens", self.min_tokens, 0, INT32_MAX)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
@@ -109,12 +114,21 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """Hold the log probability of a token, and of the likeliest ones at its place, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class Delta:
     """Hold what one step adds to an answer.
 
     `usage` counts the answer up to here. The last delta, and only it, has a `finish_reason`.
     `stop_reason` is the stop string or stop token that ended the answer; None for an end of
-    sequence.
+    sequence. `logprobs` has an entry per token where they are asked for.
     """
 
     text: str
@@ -122,6 +136,7 @@ class Delta:
     finish_reason: FinishReason | None
     stop_reason: str | int | None
     usage: Usage
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 async def collect(deltas: AsyncIterable[Delta]) -> Delta:
@@ -131,13 +146,15 @@ async def collect(deltas: AsyncIterable[Delta]) -> Delta:
     """
     texts: list[str] = []
     token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
     last: Delta | None = None
     async for last in deltas:
         texts.append(last.text)
         token_ids.extend(last.token_ids)
+        logprobs.extend(last.logprobs)
     if last is None:
         raise RequestError("Expected an answer, found a stream that ended before it began.")
-    return replace(last, text="".join(texts), token_ids=tuple(token_ids))
+    return replace(last, text="".join(texts), token_ids=tuple(token_ids), logprobs=tuple(logprobs))
 
 
 def derive_seed(seed: int, choice: int) -> int:

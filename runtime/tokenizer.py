@@ -39,6 +39,9 @@ _PROBE_MIN_CHARS = 32_768
 _PROBE_MARGIN_TOKENS = 1_024
 
 
+_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
 class TokenizerSource(Protocol):
     """Name what a checkpoint must offer for its tokenizer to be loaded."""
 
@@ -308,6 +311,23 @@ class Tokenizer:
             found = _piece_bytes(piece) if piece else b""
             self._token_bytes[token_id] = found
         return found
+
+    def token_text(self, token_id: int) -> tuple[str, bytes]:
+        """Give one token as a text of its own and as bytes; special tokens as they are spelt.
+
+        A token that holds part of a character has U+FFFD in its text.
+        """
+        piece = self.piece(token_id)
+        if piece is None:
+            text = self.spelling(token_id)
+            return text, text.encode()
+        if self.is_byte_level:
+            data = self.token_bytes(token_id)
+        elif self.has_byte_fallback and _BYTE_PIECE.fullmatch(piece):
+            data = bytes([int(piece[3:5], 16)])
+        else:
+            data = self.join_pieces([piece], first=False).encode()
+        return data.decode("utf-8", "replace"), data
 
     def join_pieces(self, pieces: list[str], *, first: bool) -> str:
         """Turn pieces that stand side by side into text; `first`: they begin it."""

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
@@ -26,10 +26,12 @@ from treadle.runtime.request import (
     FinishReason,
     Generation,
     SamplingParams,
+    TokenLogprobs,
     collect,
     fit_to_window,
     show_value,
 )
+from treadle.runtime.tokenizer import Tokenizer
 from treadle.server.errors import error_event, log_fault
 from treadle.server.reading import check_model, read_request
 from treadle.server.schema import (
@@ -85,7 +87,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         prompt_param="messages",
         max_tokens_param=chat.max_tokens_param,
     )
-    writer = _ChatWriter(*_identity(engine, "chatcmpl-"))
+    writer = _ChatWriter(*_identity(engine, "chatcmpl-"), engine.tokenizer)
     return await _answer(request, chat, [(prompt_ids, params)], writer, start_s)
 
 
@@ -109,7 +111,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         # With nothing but special tokens before it, the answer is the beginning of a text.
         continues = any(i not in engine.tokenizer.special_token_ids for i in prompt_ids)
         work.append((prompt_ids, replace(fitted, continues_text=continues)))
-    writer = _CompletionWriter(*_identity(engine, "cmpl-"))
+    writer = _CompletionWriter(*_identity(engine, "cmpl-"), engine.tokenizer)
     return await _answer(request, completion, work, writer, start_s)
 
 
@@ -341,8 +343,8 @@ async def _stream(
                 if index not in opened:
                     opened.add(index)
                     events += [event([choice]) for choice in writer.opening(index)]
-                if delta.text:
-                    events.append(event([writer.text(index, delta.text)]))
+                if delta.text or delta.logprobs:
+                    events.append(event([writer.piece(index, delta)]))
                 if delta.finish_reason is not None:
                     events.append(event([writer.end(index, delta.finish_reason)]))
                 if events:
@@ -436,6 +438,7 @@ class _ChatWriter:
     id: str
     created_unix_s: int
     model: str
+    tokenizer: Tokenizer
     endpoint: str = "chat"
 
     def head(self, *, is_chunk: bool) -> dict[str, Any]:
@@ -447,15 +450,15 @@ class _ChatWriter:
         return {
             "index": index,
             "message": message,
-            "logprobs": None,
+            "logprobs": self._logprobs(answer),
             "finish_reason": answer.finish_reason,
         }
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         return [self._chunk(index, {"role": "assistant", "content": "", "refusal": None})]
 
-    def text(self, index: int, text: str) -> dict[str, Any]:
-        return self._chunk(index, {"content": text})
+    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
+        return self._chunk(index, {"content": delta.text}) | {"logprobs": self._logprobs(delta)}
 
     def end(self, index: int, reason: FinishReason) -> dict[str, Any]:
         return self._chunk(index, {}, reason)
@@ -465,31 +468,80 @@ class _ChatWriter:
     ) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if not delta.logprobs:
+            return None
+        content = [
+            self._entry(one.token_id, one.logprob)
+            | {"top_logprobs": [self._entry(*pair) for pair in one.top]}
+            for one in delta.logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text, data = self.tokenizer.token_text(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(data)}
+
 
 @dataclass(frozen=True)
 class _CompletionWriter:
     id: str
     created_unix_s: int
     model: str
+    tokenizer: Tokenizer
     endpoint: str = "completions"
+    # Where in its answer each choice's next token begins, in characters.
+    offsets: dict[int, int] = field(default_factory=dict)
 
     def head(self, *, is_chunk: bool) -> dict[str, Any]:
         return _head(self.id, "text_completion", self.created_unix_s, self.model)
 
     def whole(self, index: int, answer: Delta) -> dict[str, Any]:
-        return self._choice(index, answer.text, answer.finish_reason)
+        return self.piece(index, answer) | {"finish_reason": answer.finish_reason}
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         return []
 
-    def text(self, index: int, text: str) -> dict[str, Any]:
-        return self._choice(index, text, None)
+    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
+        return self._choice(index, delta.text, None) | {"logprobs": self._logprobs(index, delta)}
 
     def end(self, index: int, reason: FinishReason) -> dict[str, Any]:
         return self._choice(index, "", reason)
 
     def _choice(self, index: int, text: str, reason: FinishReason | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+
+    def _logprobs(self, index: int, delta: Delta) -> dict[str, Any] | None:
+        if not delta.logprobs:
+            return None
+        tokens = [self._spell(one.token_id) for one in delta.logprobs]
+        offsets = []
+        for one in delta.logprobs:
+            offsets.append(self.offsets.get(index, 0))
+            self.offsets[index] = offsets[-1] + len(self.tokenizer.token_text(one.token_id)[0])
+        return {
+            "tokens": tokens,
+            "token_logprobs": [one.logprob for one in delta.logprobs],
+            "top_logprobs": [self._top(one) for one in delta.logprobs],
+            "text_offset": offsets,
+        }
+
+    def _top(self, one: TokenLogprobs) -> dict[str, float]:
+        """Map the likeliest tokens, and the one that was drawn, to their values.
+
+        Of tokens that read the same the likelier one stays.
+        """
+        found: dict[str, float] = {}
+        for token_id, logprob in (*one.top, (one.token_id, one.logprob)):
+            found.setdefault(self._spell(token_id), logprob)
+        return found
+
+    def _spell(self, token_id: int) -> str:
+        """Give a token's text; bytes that are no whole characters as OpenAI writes them."""
+        text, data = self.tokenizer.token_text(token_id)
+        if text.encode() == data:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 # How an endpoint writes its choices.

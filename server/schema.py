@@ -11,7 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, NoReturn, TypeVar
 
 from treadle.ir.errors import RequestError
@@ -19,6 +19,7 @@ from treadle.runtime.request import (
     INT32_MAX,
     INT64_MAX,
     INT64_MIN,
+    MAX_LOGPROBS,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -520,6 +521,25 @@ class ChatRequest(GenerateRequest):
         None,
         doc="The chat template's own switches, such as `enable_thinking`.",
     )
+    logprobs: bool = declare(boolean(), False, doc="Tell the log probability of each token.")
+    top_logprobs: int = declare(
+        whole(0, MAX_LOGPROBS), 0, doc="With `logprobs`: of this many likeliest tokens too."
+    )
+
+    def check(self) -> None:
+        """Compare the fields with each other. Raises: RequestError."""
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(
+                "Expected `top_logprobs` only with `logprobs` true, found it without.",
+                param="top_logprobs",
+                code="invalid_value",
+            )
+        super().check()
+
+    def sampling(self) -> SamplingParams:
+        """Give the engine's parameters."""
+        params = super().sampling()
+        return replace(params, logprobs=self.top_logprobs) if self.logprobs else params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -532,6 +552,15 @@ class CompletionRequest(GenerateRequest):
     add_special_tokens: bool = declare(
         boolean(), True, doc="Add what the tokenizer puts around a raw text, such as BOS."
     )
+    logprobs: int | None = declare(
+        whole(0, MAX_LOGPROBS),
+        None,
+        doc="Tell the log probability of each token, and of this many likeliest ones.",
+    )
+
+    def sampling(self) -> SamplingParams:
+        """Give the engine's parameters."""
+        return replace(super().sampling(), logprobs=self.logprobs)
 
 
 MAX_TOKEN_IDS = 1_000_000
@@ -616,8 +645,6 @@ _UNSUPPORTED: dict[str, Check] = {
 UNSUPPORTED: dict[type[Request], dict[str, Check]] = {
     ChatRequest: {
         **_UNSUPPORTED,
-        "logprobs": only(False),
-        "top_logprobs": only(0),
         "response_format": only({"type": "text"}),
         "tools": only([]),
         "tool_choice": only("none", "auto"),
@@ -633,7 +660,6 @@ UNSUPPORTED: dict[type[Request], dict[str, Check]] = {
     },
     CompletionRequest: {
         **_UNSUPPORTED,
-        "logprobs": only(),
         "echo": only(False),
         "best_of": only(1),
         "suffix": only(""),

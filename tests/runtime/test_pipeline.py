@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -226,6 +227,20 @@ def test_a_seed_repeats_an_answer_and_sampling_needs_to_be_asked_for(
         greedy = pipe("[[S1]]", GenerationConfig(random_seed=1, max_new_tokens=30))
     assert first.text == again.text != other.text
     assert greedy.text == "A" * 30
+
+
+def test_log_probabilities_come_by_token_id(tmp_path: Path) -> None:
+    model = make_dice(tmp_path / "model", then="face")
+    with pipeline(compile_tiny(model.path, tmp_path / "artifact"), progress="none") as pipe:
+        answer, plain = pipe(
+            ["[[S1]]"] * 2,
+            [GenerationConfig(max_new_tokens=2, logprobs=2), GenerationConfig(max_new_tokens=2)],
+        )
+    faces = {model.face_ids["A"]: math.log(0.4), model.face_ids["B"]: math.log(0.3)}
+    assert answer.logprobs is not None and len(answer.logprobs) == 2
+    for told in answer.logprobs:
+        assert told == pytest.approx(faces, abs=1e-3)
+    assert plain.logprobs is None
 
 
 def test_a_model_folder_is_compiled_as_the_config_says(

@@ -61,8 +61,8 @@ RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     "service_tier": (["auto"], ["flex"]),
 }
 CHAT_RANGES: dict[str, tuple[list[Any], list[Any]]] = {
-    "logprobs": ([False], [True, 0, 1]),
-    "top_logprobs": ([0], [2]),
+    "logprobs": ([False, True], [0, 1, "yes"]),
+    "top_logprobs": ([0], [2, -1, 21, True]),
     "response_format": ([{"type": "text"}], [{"type": "json_object"}, "text"]),
     "tools": ([[]], [[{"type": "function"}], {}]),
     "tool_choice": (["none", "auto"], ["required", {"type": "function"}]),
@@ -73,7 +73,7 @@ CHAT_RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     "chat_template_kwargs": ([{}, {"enable_thinking": False}], [[], {"tools": []}]),
 }
 COMPLETION_RANGES: dict[str, tuple[list[Any], list[Any]]] = {
-    "logprobs": ([], [0, 1, True]),
+    "logprobs": ([0, 1, 20], [True, -1, 21, 0.5]),
     "echo": ([False], [True]),
     "best_of": ([1], [2]),
     "suffix": ([""], ["end"]),

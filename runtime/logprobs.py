@@ -1,0 +1,89 @@
+"""Log probabilities of sampled tokens: what the model thought, beside what was drawn.
+
+They are the log-softmax of the raw logits, before temperature and every other wish of a request.
+Computed on the device after a step's program, only in steps where a request asks; the programs, and
+the graphs they are captured in, know nothing of it, and torch's own kernels need no compiling.
+Called by the executor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from treadle.runtime.request import TokenLogprobs
+
+# Stands for the logarithm of 0, which JSON can't hold; OpenAI's value for it.
+LEAST_LOGPROB = -9999.0
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Say that a slice's token is asked about: by which request, and for how many likeliest."""
+
+    slice_index: int
+    request_id: str
+    num_top: int
+
+
+def log_probabilities(
+    logits: torch.Tensor, tokens: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Give the log probability of each row's token, and the largest ones with their tokens.
+
+    The same token has the same value in both, bit for bit. A negative token stands for token 0.
+    Shapes: logits f32[N, V], tokens [N] -> f32[N], f32[N, K], i64[N, K]
+    """
+    total = torch.logsumexp(logits, dim=-1, keepdim=True)  # [N, 1]
+    chosen = logits.gather(1, tokens.clamp(min=0).long()[:, None]) - total  # [N, 1]
+    largest, ids = logits.topk(min(num_top, logits.shape[1]), dim=-1)  # [N, K]
+    return chosen[:, 0], largest - total, ids
+
+
+class PendingLogprobs:
+    """Hold a step's answers to `wishes` while they are on their way from the device."""
+
+    def __init__(
+        self,
+        wishes: Sequence[Wish],
+        slices: torch.Tensor,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> None:
+        self._wishes = wishes
+        num_top = max(wish.num_top for wish in wishes)
+        self._chosen_ids = tokens[slices]
+        found = (
+            self._chosen_ids,
+            *log_probabilities(logits[slices].float(), self._chosen_ids, num_top),
+        )
+        self._fetched = [_fetch(tensor) for tensor in found]
+
+    def take(self) -> dict[str, TokenLogprobs]:
+        """Give the answers by request, once the step is known to be done."""
+        chosen_ids, chosen, largest, ids = (tensor.tolist() for tensor in self._fetched)
+        answers = {}
+        for index, wish in enumerate(self._wishes):
+            pairs = zip(ids[index][: wish.num_top], largest[index], strict=False)
+            answers[wish.request_id] = TokenLogprobs(
+                chosen_ids[index],
+                _finite(chosen[index]),
+                tuple((token, _finite(value)) for token, value in pairs),
+            )
+        return answers
+
+
+def _fetch(tensor: torch.Tensor) -> torch.Tensor:
+    """Start to copy to the host, without waiting."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _finite(value: float) -> float:
+    # NaN comes with the fault that ends the answer; nobody gets to see it.
+    return LEAST_LOGPROB if math.isnan(value) else max(value, LEAST_LOGPROB)
