@@ -6,6 +6,7 @@
 #   make test-slow   every test
 #   make golden      rewrite the golden files (read the diff!)
 #   make docs        rewrite the generated pages of docs/
+#   make bench       every benchmark on this machine's GPU, then the goals (BUDGET=3600 seconds)
 #   make goals       the speed goals beside the latest figures; fails where one is missed
 
 VENV := .venv
@@ -19,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 STAMP := $(VENV)/installed-$(shell printf '%s' '$(CURDIR)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help env model test test-slow demo lint check golden docs goals clean
+.PHONY: help env model test test-slow demo lint check golden docs bench goals clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -66,6 +67,10 @@ golden: env
 
 docs: env
 	$(BIN)/python docs/build_reference.py
+
+BUDGET ?= 3600
+bench: env
+	$(BIN)/python bench/all.py --budget $(BUDGET)
 
 goals: env
 	$(BIN)/python bench/goals.py

@@ -303,7 +303,7 @@ def compile_command() -> None:
     help="Stop after this time; the same command goes on there. Default: 300 for quick, 3600 for "
     "full.",
 )
-@click.option("--again", is_flag=True, help="Tune programs that were tuned to the end before.")
+@click.option("--again", is_flag=True, help="Time again what was timed before.")
 @click.option(
     "--dtype",
     type=click.Choice(list(DTYPES)),

@@ -66,6 +66,7 @@ def measure(
     name: str, work: Workload, *, target: str, dtype: str, layers: int, rounds: int, page_size: int
 ) -> Iterator[Measured]:
     """Time each kernel of the program that plays this work."""
+    bucket = max(work.bucket, 16) if work.step == "mixed" else work.bucket
     engine = build_engine(
         name,
         max_rows=work.num_seqs,
@@ -75,12 +76,12 @@ def measure(
         dtype=dtype,
         page_size=page_size,
         num_layers=layers,
+        only=(work.step, bucket),
     )
     if work.step == "decode":
         engine.trial.fill(work.num_seqs, work.context_tokens)
     else:
         engine.trial.fill_prompts(work.num_seqs, work.context_tokens)
-    bucket = max(work.bucket, 16) if work.step == "mixed" else work.bucket
     program = engine.programs[work.step, bucket]
     graph = engine.trial.graphs[program.plan.form]
     ops = {op.name: op for op in graph.ops}

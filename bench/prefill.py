@@ -63,6 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
                 dtype=asked.dtype,
                 page_size=asked.page_size,
                 num_layers=asked.layers,
+                only=("mixed", max(total, 16)),
             )
             engine.trial.fill_prompts(num_seqs, tokens)
             program = engine.programs["mixed", max(total, 16)]

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import torch
 
+from treadle.kernels.cross_compile import compile_many
 from treadle.kernels.tuned import TunedTable, shipped_table
 from treadle.models.config import from_hf
 from treadle.runtime import compiler, machine, planner
+from treadle.runtime.binaries import jobs_of
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.trial import Trial, make_trial
 from treadle.runtime.triton_program import GraphedProgram, TritonProgram, allocate_workspace
@@ -132,24 +134,35 @@ def build_engine(
     num_layers: int = 0,
     table: TunedTable | None = None,
     form_of: Callable[[int], str] | None = None,
+    only: tuple[str, int] | None = None,
 ) -> BenchEngine:
     """Build a model's programs with random weights, by the shipped tuned table unless given one.
 
-    `form_of` names the form of graph for a decode step of so many sequences.
+    `form_of` names the form of graph for a decode step of so many sequences. `only` names the step
+    and bucket of one program: no other is made, and on a GPU its kernels are compiled in parallel
+    first.
     """
     engine = EngineConfig(target, dtype, page_size, max_rows, max_step_tokens, window)
     graphs = build_graphs(name, engine, num_layers).fused
     found = machine.look()
     chosen = shipped_table(found.gpu) if table is None else table
-    plan = planner.plan_programs(
-        graphs,
-        engine,
-        architecture=found.architecture,
-        choose=partial(chosen.choose, on_stale=print),
-        form_of=form_of,
-    )
+    choose = partial(chosen.choose, on_stale=print)
+    if only is None:
+        plan = planner.plan_programs(
+            graphs, engine, architecture=found.architecture, choose=choose, form_of=form_of
+        )
+    else:
+        step, bucket = only
+        form = (form_of or planner.decode_form)(bucket) if step == "decode" else "mixed"
+        plan = planner.plan_one(
+            engine, step, bucket, form, graphs[form], found.architecture, choose
+        )
     folder = Path(tempfile.mkdtemp(prefix="treadle-bench-"))
     plan.write(folder)
+    if only is not None and target == "cuda":
+        jobs = jobs_of(plan, graphs, engine, folder / "kernels", found.architecture)
+        for outcome in compile_many(jobs):
+            assert not outcome.error, f"{outcome.job.path}: {outcome.error}"
     device = torch.device("cuda" if target == "cuda" else "cpu")
     trial = make_trial(graphs, engine, num_pages or max_rows * engine.pages_per_row, device)
     workspace = allocate_workspace(plan, device)

@@ -110,7 +110,8 @@ class Workload:
 class Effort:
     """Say how much to try: `quick` or `full`, and until when, by the clock that `search` is given.
 
-    A program that was tuned to its end with this effort is not tuned `again` unless asked.
+    A program that was tuned to its end is left alone, and what was timed is not timed again,
+    unless `again` says so.
     """
 
     autotune: str = "full"
@@ -271,7 +272,7 @@ def search(
             space.chosen[tuning.key] = index
             modules = space.modules(space.plan())
             context = space.context(tuning.key, modules)
-            record = log.timed(context, modules[tuning.key])
+            record = None if effort.again else log.timed(context, modules[tuning.key])
             if record is not None:
                 known += 1
             else:
@@ -455,7 +456,8 @@ class Stopwatch:
         space.chosen = previous
         for number, outcome in enumerate(compile_many(list(jobs.values())), start=1):
             self.outcomes[Path(outcome.job.path).stem] = outcome
-            self.report(f"compiling candidates ({number} of {len(jobs)})")
+            if number % max(1, len(jobs) // 10) == 0:
+                self.report(f"compiling candidates ({number} of {len(jobs)})")
 
     def _program(self, space: Space) -> TritonProgram:
         plan = space.plan()
