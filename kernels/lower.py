@@ -29,6 +29,7 @@ from treadle.kernels.schedule import (
     matmul_choices,
     norm_schedules,
     pointwise_schedules,
+    rope_attention_decode_schedules,
     rope_kv_write_schedules,
     sample_schedules,
     step_schedules,
@@ -305,7 +306,10 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
                 "attention_prefill", "attention_prefill_tma", shape, schedule, arguments
             )
         return
-    yield from _split_attention("attention_decode", "attention_decode", shape, shared, where)
+    schedules = attention_decode_schedules(params.num_kv_heads, where.dims, where.machine)
+    yield from _split_attention(
+        "attention_decode", "attention_decode", shape, shared, where, schedules
+    )
 
 
 def _split_attention(
@@ -314,13 +318,14 @@ def _split_attention(
     shape: Mapping[str, Fact],
     shared: Mapping[str, str],
     where: Situation,
+    schedules: Iterator[Schedule],
 ) -> Iterator[Candidate]:
     """Yield the candidates of a kernel whose programs share a sequence, with what they leave."""
     num_heads, num_kv_heads, head_dim = (
         int(shape[fact]) for fact in ("NUM_HEADS", "NUM_KV_HEADS", "HEAD_DIM")
     )
     rows = where.dims["B"]
-    for schedule in attention_decode_schedules(num_kv_heads, where.dims, where.machine):
+    for schedule in schedules:
         partials = rows * num_heads * int(schedule["MAX_SPLITS"])
         scratch = (
             Scratch("partial_out", "f32", partials * head_dim),
@@ -361,7 +366,11 @@ def _lower_rope_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Ca
         **_cache(roped.cache),
         "num_seqs": "size:B",
     }
-    yield from _split_attention(_kernel_name(op), "rope_attention_decode", shape, shared, where)
+    num_kv_heads = attention.params.num_kv_heads
+    schedules = rope_attention_decode_schedules(num_kv_heads, where.dims, where.machine)
+    yield from _split_attention(
+        _kernel_name(op), "rope_attention_decode", shape, shared, where, schedules
+    )
 
 
 def _values(parameters: Sequence[str], names: Sequence[str]) -> dict[str, str]:

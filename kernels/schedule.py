@@ -321,6 +321,33 @@ def attention_decode_schedules(
                 yield _attention_decode(64, number, chunk, warps, stages, use_pdl=use_pdl)
 
 
+def rope_attention_decode_schedules(
+    num_kv_heads: int, dims: Mapping[str, int], machine: str
+) -> Iterator[Schedule]:
+    """Yield schedules of decode attention that also ropes and appends: as without, and early."""
+    for schedule in attention_decode_schedules(num_kv_heads, dims, machine):
+        yield schedule | {"LOAD_EARLY": False}
+    if machine == INTERPRETER:
+        return
+    programs = dims["B"] * num_kv_heads
+    splits = max(1, min(power_of_two(4 * NUM_MULTIPROCESSORS // programs), 64))
+    # A tile of every split is read while the projection still runs: small chunks, all of them.
+    for block_tokens, chunk, warps, stages in (
+        (64, 64, 4, 2),
+        (64, 128, 4, 2),
+        (64, 128, 4, 3),
+        (32, 64, 4, 3),
+        (32, 32, 2, 3),
+        (64, 64, 8, 2),
+        (128, 128, 8, 2),
+    ):
+        for number in dict.fromkeys((splits, max(1, splits // 2))):
+            early = _attention_decode(
+                block_tokens, number, chunk, warps, stages, use_pdl=machine in HAS_TMA
+            )
+            yield early | {"LOAD_EARLY": True}
+
+
 def _attention_decode(
     block_tokens: int,
     splits: int,

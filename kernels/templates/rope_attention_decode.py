@@ -23,7 +23,8 @@ M pages per row, C positions, T >= num_seqs tokens):
 
 Grid: (KV head, sequence, split). A program without a split of its own leaves at once.
 Bound by reading K and V once: 2 * context * G * D elements per sequence. With USE_PDL the first
-PREFETCH_TOKENS of a chunk are asked for before the wait for the projection.
+PREFETCH_TOKENS of a chunk are asked for before the wait for the projection; with LOAD_EARLY its
+first tile is on its way into registers before the projection is read.
 """
 
 import torch
@@ -43,6 +44,7 @@ SCHEDULE = dict(
     MAX_SPLITS=8,
     MIN_CHUNK_TOKENS=256,
     PREFETCH_TOKENS=0,
+    LOAD_EARLY=False,
     USE_PDL=False,
     num_warps=4,
     num_stages=3,
@@ -100,6 +102,40 @@ def _prefetch_tokens(
     offsets = row_offset[:, None] + line[None, :]  # [PREFETCH_TOKENS, NUM_LINES]
     _prefetch(k_cache_ptr + offsets)
     _prefetch(v_cache_ptr + offsets)
+
+
+@triton.jit
+def _load_tile(
+    cache_ptr,
+    page,
+    tokens,
+    stop,
+    kv_head,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Load a tile of keys or values, f[BLOCK_TOKENS, BLOCK_D]; zeros from `stop` on."""
+    dims = tl.arange(0, BLOCK_D)
+    page_offset = (page * NUM_KV_HEADS + kv_head) * (PAGE_SIZE * HEAD_DIM)
+    slot_offsets = (tokens % PAGE_SIZE)[:, None] * HEAD_DIM + dims[None, :]
+    # Slots that hold no token of the sequence are not read: they may hold anything, NaN too.
+    mask = (tokens < stop)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_TOKENS, BLOCK_D]
+    return tl.load(cache_ptr + page_offset + slot_offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def _attend_tile(acc, best, total, q, k, v, live, SCALE_LOG2: tl.constexpr):
+    """Add a tile of keys and values, of which some tokens are live, to the running softmax."""
+    scores = tl.dot(q, tl.trans(k))  # [BLOCK_H, BLOCK_TOKENS]
+    scores = tl.where(live[None, :], scores, float("-inf"))  # [BLOCK_H, BLOCK_TOKENS]
+    new_best = tl.maximum(best, tl.max(scores, 1) * SCALE_LOG2)  # [BLOCK_H]
+    rescale = tl.exp2(best - new_best)  # [BLOCK_H]
+    weights = tl.exp2(scores * SCALE_LOG2 - new_best[:, None])  # [BLOCK_H, BLOCK_TOKENS]
+    total = total * rescale + tl.sum(weights, 1)  # [BLOCK_H]
+    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None])  # [BLOCK_H, BLOCK_D]
+    return acc, new_best, total
 
 
 @triton.jit
@@ -182,6 +218,7 @@ def rope_attention_decode(
     MAX_SPLITS: tl.constexpr,
     MIN_CHUNK_TOKENS: tl.constexpr,
     PREFETCH_TOKENS: tl.constexpr,
+    LOAD_EARLY: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     # Grid: axis 0 = KV head, axis 1 = sequence, axis 2 = split of the sequence's older tokens.
@@ -243,6 +280,15 @@ def rope_attention_decode(
     # The page id of a tile is loaded one tile ahead: were it loaded for the same tile, the pipeline
     # would need two of its stages to fetch one tile.
     page = _load_page(pages_ptr, start, stop, PAGE_SIZE, BLOCK_TOKENS)
+    tokens = start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
+    if LOAD_EARLY:
+        first_k = _load_tile(
+            k_cache_ptr, page, tokens, stop, kv_head, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_D
+        )  # [BLOCK_TOKENS, BLOCK_D]
+        first_v = _load_tile(
+            v_cache_ptr, page, tokens, stop, kv_head, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_D
+        )  # [BLOCK_TOKENS, BLOCK_D]
+        page = _load_page(pages_ptr, start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
     if USE_PDL:
         # The first split of every sequence comes by here, so this kernel can't end before the
         # kernels it depends on.
@@ -268,31 +314,26 @@ def rope_attention_decode(
     # The softmax begins with the newest token, from registers; in other splits with none.
     products = q.to(tl.float32) * k_newest.to(tl.float32)[None, :]  # [BLOCK_H, BLOCK_D]
     newest_score = tl.sum(products, 1) * SCALE_LOG2  # [BLOCK_H]
-    best = tl.where(has_newest, newest_score, float("-inf"))  # [BLOCK_H]
+    # Without one the best score is lower than any, but finite: a tile may hold no live token.
+    best = tl.where(has_newest, newest_score, -1e30)  # [BLOCK_H]
     total = tl.zeros((BLOCK_H,), tl.float32) + tl.where(has_newest, 1.0, 0.0)  # [BLOCK_H]
     acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)  # [BLOCK_H, BLOCK_D]
     acc += v_newest.to(tl.float32)[None, :]  # [BLOCK_H, BLOCK_D]
+    if LOAD_EARLY:
+        acc, best, total = _attend_tile(
+            acc, best, total, q, first_k, first_v, tokens < stop, SCALE_LOG2
+        )
+        start += BLOCK_TOKENS
     for tile_start in range(start, stop, BLOCK_TOKENS):
         tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
-        live = tokens < stop  # [BLOCK_TOKENS]
-        page_offset = (page * NUM_KV_HEADS + kv_head) * (PAGE_SIZE * HEAD_DIM)
-        slot_offsets = (tokens % PAGE_SIZE)[:, None] * HEAD_DIM + dims[None, :]
-        # Slots that hold no token of the sequence are not read: they may hold anything, NaN too.
-        kv_mask = live[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_TOKENS, BLOCK_D]
-        k_ptrs = k_cache_ptr + page_offset + slot_offsets  # [BLOCK_TOKENS, BLOCK_D]
-        v_ptrs = v_cache_ptr + page_offset + slot_offsets  # [BLOCK_TOKENS, BLOCK_D]
-        k = tl.load(k_ptrs, mask=kv_mask, other=0.0)  # [BLOCK_TOKENS, BLOCK_D]
-        v = tl.load(v_ptrs, mask=kv_mask, other=0.0)  # [BLOCK_TOKENS, BLOCK_D]
+        k = _load_tile(
+            k_cache_ptr, page, tokens, stop, kv_head, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_D
+        )  # [BLOCK_TOKENS, BLOCK_D]
+        v = _load_tile(
+            v_cache_ptr, page, tokens, stop, kv_head, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_D
+        )  # [BLOCK_TOKENS, BLOCK_D]
         page = _load_page(pages_ptr, tile_start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
-
-        scores = tl.dot(q, tl.trans(k))  # [BLOCK_H, BLOCK_TOKENS]
-        scores = tl.where(live[None, :], scores, float("-inf"))  # [BLOCK_H, BLOCK_TOKENS]
-        new_best = tl.maximum(best, tl.max(scores, 1) * SCALE_LOG2)  # [BLOCK_H]
-        rescale = tl.exp2(best - new_best)  # [BLOCK_H]
-        weights = tl.exp2(scores * SCALE_LOG2 - new_best[:, None])  # [BLOCK_H, BLOCK_TOKENS]
-        total = total * rescale + tl.sum(weights, 1)  # [BLOCK_H]
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None])  # [BLOCK_H, BLOCK_D]
-        best = new_best  # [BLOCK_H]
+        acc, best, total = _attend_tile(acc, best, total, q, k, v, tokens < stop, SCALE_LOG2)
 
     offsets = heads[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_H, BLOCK_D]
     out_ptr += (seq * NUM_HEADS + kv_head * GROUP_HEADS) * HEAD_DIM

@@ -17,6 +17,7 @@ from .private_template import load_template
 
 # Attention averages values of size one, so errors are in units of the inputs.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+OF_LARGE_SCORES = 20.0  # scores 200 times as large have errors as much larger
 # (H, G, D, S): group sizes 1, 3, 4, 7, 9, 20; D 8, 24 and 80 are padded; a page of 24 splits tiles.
 MODELS = [
     pytest.param((8, 2, 64, 16), id="group4-dim64-page16"),
@@ -127,9 +128,9 @@ def reference_out(inputs: PagedInputs) -> torch.Tensor:
     )  # [T, H * D]
 
 
-def assert_same(out: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same(out: torch.Tensor, expected: torch.Tensor, *, slack: float = 1.0) -> None:
     """Check two outputs within the tolerance of their dtype; a NaN on either side fails."""
-    tolerance = TOLERANCE[out.dtype]
+    tolerance = slack * TOLERANCE[out.dtype]
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
 
 
@@ -212,7 +213,7 @@ def test_decode_survives_scores_far_beyond_the_range_of_exp(device: str, rng_see
     inputs = draw_inputs([(1, 90), (1, 7)], SMALL_MODEL, device, rng_seed)
     inputs.q.mul_(200)
     out = Decode(inputs, BLOCK_TOKENS=16, MAX_SPLITS=4, MIN_CHUNK_TOKENS=16).launch()
-    assert_same(out, reference_out(inputs))
+    assert_same(out, reference_out(inputs), slack=OF_LARGE_SCORES)
 
 
 def test_decode_in_half_precision(device: str, rng_seed: int) -> None:
@@ -338,7 +339,7 @@ def test_prefill_survives_scores_far_beyond_the_range_of_exp(device: str, rng_se
     inputs = draw_inputs([(20, 70), (7, 7)], SMALL_MODEL, device, rng_seed)
     inputs.q.mul_(200)
     out = run_prefill(inputs, BLOCK_ROWS=32, BLOCK_TOKENS=32)
-    assert_same(out, reference_out(inputs))
+    assert_same(out, reference_out(inputs), slack=OF_LARGE_SCORES)
 
 
 def test_prefill_in_half_precision(device: str, rng_seed: int) -> None:

@@ -181,7 +181,7 @@ def test_compiling_tells_once_of_each_tuned_schedule_that_is_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = TunedTable("GPU of tests", StaleChoices())
-    monkeypatch.setattr(compiler, "shipped_table", lambda gpu, architecture: table)
+    monkeypatch.setattr(compiler, "table_for", lambda *_: table)
     phases: list[str] = []
     options = CompileOptions(target="interpret", max_rows=1, max_step_tokens=16)
     model = make_llama(tmp_path / "model", num_layers=2)
