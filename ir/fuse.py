@@ -104,12 +104,12 @@ def interleave_gate_up(graph: Graph) -> Result:
         names = [name.removeprefix("@") for name in linear.inputs[1:]] if linear else []
         if linear is None or linear.kind != "linear" or graph.single_use(op.inputs[0]) is None:
             reason = "its operand is not made by a linear of its own"
-        elif any(len(weights[name].parts) != 2 for name in names):
-            reason = "the weight is not one gate and one up tensor"
+        elif any(not _has_halves(weights[name]) for name in names):
+            reason = "the weight is not one gate and one up tensor, nor one of both"
         elif any(len(graph.uses[f"@{name}"]) > 1 for name in names):
             reason = "the weight is used elsewhere too"
         else:
-            rows = weights[names[0]].part_rows[0]
+            rows = sum(weights[names[0]].part_rows) // 2
             group = next(g for g in (INTERLEAVE_GROUP, 4, 2, 1) if rows % g == 0)
             for name in names:
                 weights[name] = replace(weights[name], interleave=group)
@@ -118,6 +118,11 @@ def interleave_gate_up(graph: Graph) -> Result:
         refusals.append(Refusal("interleave_gate_up", op.name, reason))
         new_ops.append(op)
     return graph.replace_ops(new_ops, weights.values()), tuple(refusals)
+
+
+def _has_halves(weight: Weight) -> bool:
+    rows = weight.part_rows
+    return len(rows) == 1 or (len(rows) == 2 and rows[0] == rows[1])
 
 
 _ROPE_AND_APPEND = ["split", "rope", "rope", "kv_write"]

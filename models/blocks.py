@@ -45,11 +45,18 @@ class Layer:
 
 
 def rotary_attention(
-    layer: Layer, x: Value, config: ModelConfig, table: Value, *, has_head_norms: bool = False
+    layer: Layer,
+    x: Value,
+    config: ModelConfig,
+    table: Value,
+    *,
+    has_head_norms: bool = False,
+    joined_module: str = "",
 ) -> Value:
     """Project to q, k and v, rotate, attend through the layer's pages and project back.
 
     With `has_head_norms` the heads of q and k are normalised before they are rotated.
+    `joined_module` holds q, k and v as one tensor, where the checkpoint has them so.
     """
     b, head_dim = layer.b, config.head_dim
     q_width, kv_width = config.num_heads * head_dim, config.num_kv_heads * head_dim
@@ -58,6 +65,8 @@ def rotary_attention(
         "self_attn.k_proj": kv_width,
         "self_attn.v_proj": kv_width,
     }
+    if joined_module:
+        modules = {joined_module: q_width + 2 * kv_width}
     qkv = layer.project(x, "qkv", modules, bias=config.qkv_bias)
     q, k, v = b.split(qkv, q_width, kv_width, kv_width, name="q k v")
     if has_head_norms:
@@ -79,12 +88,17 @@ def rotary_attention(
     return layer.project(attended, "o", output, bias=config.output_bias)
 
 
-def gated_mlp(layer: Layer, x: Value, config: ModelConfig) -> Value:
-    """Project up twice, gate one half by the other's activation, and project down."""
+def gated_mlp(layer: Layer, x: Value, config: ModelConfig, *, joined_module: str = "") -> Value:
+    """Project up twice, gate one half by the other's activation, and project down.
+
+    `joined_module` holds gate and up as one tensor, where the checkpoint has them so.
+    """
     modules = {
         "mlp.gate_proj": config.intermediate_size,
         "mlp.up_proj": config.intermediate_size,
     }
+    if joined_module:
+        modules = {joined_module: 2 * config.intermediate_size}
     gate_up = layer.project(x, "gate_up", modules, bias=config.mlp_bias)
     gated = layer.b.glu(gate_up, act=config.hidden_act, name="gated")
     return layer.project(gated, "down", {"mlp.down_proj": config.hidden_size}, bias=config.mlp_bias)

@@ -112,6 +112,7 @@ _DEFAULTS: dict[str, _Defaults] = {
         bos_token_id=None,
         eos_token_id=None,
     ),
+    "Phi3ForCausalLM": _Defaults("phi3", 4096, rms_norm_eps=1e-5, eos_token_id=32000),
     "Qwen3ForCausalLM": _Defaults(
         "qwen3",
         32768,
@@ -575,8 +576,9 @@ def _read_rope(
         )
     allowed = _ROPE_REQUIRED[kind] + _ROPE_OPTIONAL[kind]
     values: dict[str, object] = {}
-    if _ORIGINAL_WINDOW in allowed:
-        values[_ORIGINAL_WINDOW] = _one_spelling(reader, block, _ORIGINAL_WINDOW)
+    original = _one_spelling(reader, block, _ORIGINAL_WINDOW)
+    if _ORIGINAL_WINDOW in allowed:  # elsewhere nothing is scaled from it
+        values[_ORIGINAL_WINDOW] = original
     values.update({key: block.pop(key) for key in allowed if key in block})
     rope = _build_rope(
         kind, _positive_number("rope_theta", theta), rotary_dim, max_positions, values

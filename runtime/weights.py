@@ -137,13 +137,16 @@ def _choose_sources(
 
 
 def arrange(parts: list[torch.Tensor], interleave: int) -> torch.Tensor:
-    """Join parts along axis 0; with `interleave` g, two parts alternate in groups of g rows.
+    """Join parts along axis 0; with `interleave` g, two halves alternate in groups of g rows.
+
+    The halves are two parts, or those of one.
 
     Shapes: parts [N_i, ...] → [sum N_i, ...], contiguous.
     """
     if not interleave:
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
-    gate, up = (part.unflatten(0, (-1, interleave)) for part in parts)
+    halves = parts[0].chunk(2) if len(parts) == 1 else parts
+    gate, up = (half.unflatten(0, (-1, interleave)) for half in halves)
     return torch.stack((gate, up), dim=1).flatten(0, 2).contiguous()
 
 

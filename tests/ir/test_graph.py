@@ -182,6 +182,20 @@ def test_gate_and_up_alternate_in_weight_and_op_together() -> None:
     assert {op.params.interleave for op in graph.ops if op.kind == "glu"} == {4}
 
 
+@pytest.mark.parametrize(("parts", "interleave"), [((16, 16), 8), ((32,), 8), ((12, 20), 0)])
+def test_gate_and_up_alternate_where_they_are_two_halves_however_stored(
+    parts: tuple[int, ...], interleave: int
+) -> None:
+    b = GraphBuilder("joined", step="mixed", dtype="f32", page_size=16)
+    x = b.embed(b.weight("embed", "embed", 32, 16))
+    weight = b.weight("w", {f"part{number}": rows for number, rows in enumerate(parts)}, 16)
+    gated = b.glu(b.linear(x, weight))
+    graph = b.finish(b.linear(b.last_rows(gated), b.weight("h", "h", 32, 16), out_dtype="f32"))
+    graph, refusals = fuse.interleave_gate_up(graph)
+    assert graph.weight_table["w"].interleave == interleave
+    assert bool(refusals) == (interleave == 0)
+
+
 def test_an_illegal_graph_names_the_op() -> None:
     graph = toy_graph("decode")
     with pytest.raises(SpecError, match="before anything produces it"):
