@@ -6,9 +6,11 @@ The tuner times them, `verify` checks kernels with them, benchmarks measure them
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -17,7 +19,7 @@ from treadle.kernels.dtypes import TORCH_DTYPES
 from treadle.runtime import planner
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.state import DeviceState, allocate_state, cache_values
-from treadle.runtime.triton_program import GraphedProgram, TritonProgram, Workspace
+from treadle.runtime.triton_program import Capturable, TritonProgram, Workspace
 from treadle.runtime.weights import rope_table
 
 
@@ -65,6 +67,26 @@ class Trial:
         self.state.write_prompts(torch.randint(0, 256, (num_seqs, prompt_tokens)).tolist())
 
 
+class Replayable(Protocol):
+    """Run a step whose sizes were fixed before."""
+
+    def run(self, num_tokens: int, num_seqs: int) -> object:
+        """Run it; the sizes are of no account."""
+
+
+class FixedProgram:
+    """Stand in for a captured program where there is no GPU: run it again at the same sizes."""
+
+    def __init__(self, program: Capturable, sizes: tuple[int, int]) -> None:
+        self._program, self._sizes = program, sizes
+        program.run(*sizes)
+
+    def run(self, num_tokens: int, num_seqs: int) -> Mapping[str, torch.Tensor]:
+        """Run the step; sizes are those of the beginning."""
+        self._program.run(*self._sizes)
+        return self._program.values
+
+
 class SelectedProgram:
     """Run some launches of a program only: to see what they cost, or what the others do."""
 
@@ -110,10 +132,12 @@ def make_trial(
 
 
 def time_graph_ms(
-    program: GraphedProgram, trial: Trial, context_tokens: int, rounds: int
+    program: Replayable, trial: Trial, context_tokens: int, rounds: int
 ) -> list[float]:
     """Time replays of a captured decode step, each at the same context; milliseconds, in order."""
     length = trial.state.tensors["length"]
+    if length.device.type != "cuda":
+        return _time_plain_ms(program, length, context_tokens, rounds)
     stream = torch.cuda.current_stream()
     times = []
     for _ in range(rounds):
@@ -124,4 +148,16 @@ def time_graph_ms(
         end.record(stream)
         end.synchronize()
         times.append(begin.elapsed_time(end))
+    return times
+
+
+def _time_plain_ms(
+    program: Replayable, length: torch.Tensor, context_tokens: int, rounds: int
+) -> list[float]:
+    times = []
+    for _ in range(rounds):
+        length.fill_(context_tokens)
+        began = time.perf_counter()
+        program.run(0, 0)
+        times.append(1e3 * (time.perf_counter() - began))
     return times

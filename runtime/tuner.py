@@ -32,8 +32,19 @@ from treadle.runtime import planner
 from treadle.runtime.binaries import launch_arguments
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.timings import Record, TimingLog
-from treadle.runtime.trial import SelectedProgram, Trial, make_trial, time_graph_ms
-from treadle.runtime.triton_program import GraphedProgram, TritonProgram, allocate_workspace
+from treadle.runtime.trial import (
+    FixedProgram,
+    SelectedProgram,
+    Trial,
+    make_trial,
+    time_graph_ms,
+)
+from treadle.runtime.triton_program import (
+    Capturable,
+    GraphedProgram,
+    TritonProgram,
+    allocate_workspace,
+)
 from treadle.runtime.verify import TOLERANCES, relative_error
 
 ROUNDS = 15
@@ -392,7 +403,8 @@ def tune_program(
         base = base_of(log, program, table)
         space = Space(graph, sized, work, base, architecture, effort.autotune, report)
     with tempfile.TemporaryDirectory(prefix="treadle-tune-") as folder:
-        on_gpu = measure or Stopwatch(sized, graphs, Path(folder), report)
+        device = torch.device("cuda" if engine.target == "cuda" else "cpu")
+        on_gpu = measure or Stopwatch(sized, graphs, Path(folder), report, device)
         done, timed, known = search(space, on_gpu, log, effort, report, clock)
         if isinstance(on_gpu, Stopwatch) and on_gpu.is_prepared:
             on_gpu.log_kernels(space, log)
@@ -411,8 +423,10 @@ class Stopwatch:
         graphs: Mapping[str, Graph],
         folder: Path,
         report: Report = lambda phase: None,
+        device: torch.device = torch.device("cuda"),
     ) -> None:
         self.engine, self.graphs, self.folder, self.report = engine, graphs, folder, report
+        self.device = device
         self.outcomes: dict[str, Outcome] = {}
         self.is_prepared = False
 
@@ -421,16 +435,15 @@ class Stopwatch:
         work = space.work
         pages_each = -(-(work.context_tokens + self.engine.page_size) // self.engine.page_size) + 1
         graphs = {work.form: self.graphs[work.form]}
-        self.trial: Trial = make_trial(
-            graphs, self.engine, work.num_seqs * pages_each, torch.device("cuda")
-        )
+        self.trial: Trial = make_trial(graphs, self.engine, work.num_seqs * pages_each, self.device)
         if work.step == "decode":
             self.trial.fill(work.num_seqs, work.context_tokens)
         else:
             self.trial.fill_prompts(work.num_seqs, work.context_tokens)
         current = dict(space.chosen)
         space.chosen.update(dict.fromkeys(space.chosen, 0))
-        self._compile(space)
+        if self.device.type == "cuda":
+            self._compile(space)
         self.expected = self._logits(space, self._capture(space))
         space.chosen.update(current)
         self.is_prepared = True
@@ -469,19 +482,23 @@ class Stopwatch:
         programs = self.trial.programs(plan, self.folder / "kernels", workspace)
         return programs[space.work.step, space.work.bucket]
 
-    def _capture(self, space: Space) -> GraphedProgram:
-        program = self._program(space)
-        self.trial.state.tensors["length"].fill_(space.work.context_tokens)
-        pool = torch.cuda.graph_pool_handle()
-        return GraphedProgram(program, pool, (space.work.bucket, space.work.num_seqs))
+    def _capture(self, space: Space) -> GraphedProgram | FixedProgram:
+        return self._fix(self._program(space), space)
 
-    def _logits(self, space: Space, program: GraphedProgram) -> torch.Tensor:
+    def _fix(self, program: Capturable, space: Space) -> GraphedProgram | FixedProgram:
+        """Capture a program at the work's sizes; the interpreter just runs it again."""
+        self.trial.state.tensors["length"].fill_(space.work.context_tokens)
+        sizes = (space.work.bucket, space.work.num_seqs)
+        if self.device.type != "cuda":
+            return FixedProgram(program, sizes)
+        return GraphedProgram(program, torch.cuda.graph_pool_handle(), sizes)
+
+    def _logits(self, space: Space, program: GraphedProgram | FixedProgram) -> torch.Tensor:
         """Give the logits of a step from one fixed state, to compare candidates by."""
         tensors = self.trial.state.tensors
         tensors["length"].fill_(space.work.context_tokens)
         tensors["last_token"].copy_(torch.arange(space.work.num_seqs) % 256)
         values = program.run(0, 0)
-        torch.cuda.synchronize()
         return values["logits"].clone()
 
     def __call__(self, space: Space, key: str) -> Timing:
@@ -521,10 +538,7 @@ class Stopwatch:
         )
         for tuning in space.tunings.values():
             indices = [index for index, key in enumerate(space.keys) if key == tuning.key]
-            selected = SelectedProgram(program, indices)
-            pool = torch.cuda.graph_pool_handle()
-            sizes = (space.work.bucket, space.work.num_seqs)
-            graphed = GraphedProgram(selected, pool, sizes)
+            graphed = self._fix(SelectedProgram(program, indices), space)
             times = time_graph_ms(graphed, self.trial, space.work.context_tokens, 2 * ROUNDS)
             each_us = sorted(1e3 * ms / len(indices) for ms in times)
             log.append(

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.ir.toy import toy_graph
 from treadle.ir.errors import ConfigError
+from treadle.ir.graph import Op
 from treadle.ir.pipeline import run_passes
+from treadle.kernels.lower import Candidate
 from treadle.kernels.tuned import TunedTable
+from treadle.runtime import tuner
 from treadle.runtime.config import EngineConfig
+from treadle.runtime.report import from_log
 from treadle.runtime.timings import TimingLog, read_log, schedule_text
 from treadle.runtime.tuner import Effort, Space, Timing, Tuned, Workload, tune_program
 
@@ -153,3 +159,33 @@ def test_a_line_cut_off_is_left_out_and_a_damaged_one_is_named(tmp_path: Path) -
 def test_a_schedule_is_written_short() -> None:
     schedule = {"ROWS": 1, "BLOCK_N": 16, "USE_PDL": True, "GATED": False, "num_warps": 8}
     assert schedule_text("gemv", schedule) == "gemv ROWS=1 N=16 pdl w8"
+
+
+def test_the_stopwatch_times_interpreted_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = run_passes(toy_graph("decode"), few_tokens=False)[0]
+
+    def lower(op: Op, *rest: Any) -> Iterator[Candidate]:
+        """Offer one kernel twice: what the interpreter does not look at differs."""
+        for candidate in real_lower(op, *rest):
+            yield candidate
+            if op.name.endswith("after_mlp"):
+                yield replace(candidate, schedule=candidate.schedule | {"num_warps": 8})
+
+    real_lower = tuner.lower
+    monkeypatch.setattr(tuner, "lower", lower)
+    monkeypatch.setattr(tuner, "ROUNDS", 2)
+    log = TimingLog(None)
+    engine = EngineConfig("interpret", "f32", 16, 2, 16, 32)
+    done = tune_program(
+        {"decode": graph}, engine, Workload("decode", 2, 8), TunedTable(""), "", log=log
+    )
+    assert done.finished and done.timed == 2
+    timed = [record for record in log.records if record["record"] == "timing"]
+    assert all(record["step_ms"] > 0 and record["error"] < 1e-3 for record in timed)
+    alone = {r["key"]: r for r in log.records if r["record"] == "kernel"}
+    assert set(alone) == {tuning.key for tuning in done.tunings}
+    assert all(record["us"] > 0 for record in alone.values())
+    report = from_log(log.records)
+    assert sum(report.share(row) or 0 for row in report.rows) == pytest.approx(1)
