@@ -23,7 +23,7 @@ from treadle.runtime.state import DeviceState
 
 
 class ReferenceProgram:
-    """Play one graph; `run` leaves every value of the step in the returned environment.
+    """Play one graph.
 
     With `packed` weights ops are played in their quick forms, where they have one; without, each
     plain op is played by its reference function.
@@ -46,18 +46,29 @@ class ReferenceProgram:
         quick = None
         if packed:
             quick = QuickForms(graph, weights, packed, state.caches, self._shared)
-        self._steps = [step for op in graph.ops for step in self._bind(op, quick)]
+        self._ops = [
+            (self._bind(op, quick), done)
+            for op, done in zip(graph.ops, _values_done(graph), strict=True)
+        ]
 
-    def run(self, num_tokens: int, num_seqs: int) -> Environment:
-        """Run a step whose inputs lie in the state; give all values by name."""
+    def run(self, num_tokens: int, num_seqs: int, *, keep_values: bool = False) -> Environment:
+        """Run a step whose inputs lie in the state; give values by name.
+
+        Values that no later op reads are dropped, which leaves their memory warm for the next ones;
+        all but the graph's outputs are, in the end. `keep_values` keeps all.
+        """
         dims = {**self._state.dims, "T": num_tokens, "B": num_seqs}
         tensors = self._state.tensors
         env: Environment = dict(self._weights)
         env.update((name, tensors[name][: bind(dim, dims)]) for name, dim in self._leading)
         self._shared.forget()
         with torch.inference_mode():
-            for step in self._steps:
-                step(env)
+            for steps, done in self._ops:
+                for step in steps:
+                    step(env)
+                if not keep_values:
+                    for name in done:
+                        env.pop(name, None)  # a quick form of the whole never made what is inside
         return env
 
     def _bind(self, op: Op, quick: QuickForms | None) -> list[Step]:
@@ -99,6 +110,20 @@ class ReferenceProgram:
                 env.update(zip(outputs, result, strict=True))
 
         return step
+
+
+def _values_done(graph: Graph) -> list[list[str]]:
+    """Say for each op which values nobody reads after it; graph outputs are not among them."""
+    last: dict[str, int] = {}
+    for index, op in enumerate(graph.ops):
+        made = [name for inner in op.plain for name in inner.outputs]
+        last.update(dict.fromkeys((*made, *op.inputs), index))
+    lasting = {*graph.outputs, *(f"@{weight.name}" for weight in graph.weights)}
+    done: list[list[str]] = [[] for _ in graph.ops]
+    for name, index in last.items():
+        if name not in lasting:
+            done[index].append(name)
+    return done
 
 
 def reference_call(op: Op) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -223,7 +223,7 @@ def play_prompt(loaded: LoadedArtifact, prompt: Sequence[int]) -> dict[str, torc
     graph = loaded.graphs["mixed"]
     kept: dict[str, torch.Tensor] = {}
     if isinstance(program, ReferenceProgram):
-        values = program.run(num_tokens, num_seqs)
+        values = program.run(num_tokens, num_seqs, keep_values=True)
         for op in graph.ops:
             _keep(op, values, kept, num_tokens, num_seqs)
         return kept
