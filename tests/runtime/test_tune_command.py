@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoints import make_random
 from treadle import cli
 from treadle.ir.errors import ConfigError
 from treadle.kernels.tuned import TunedTable, read_table, shipped_table
 from treadle.runtime import machine, tables, tune_command
+from treadle.runtime.compiler import CompileOptions, cached_artifact_path
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.roofs import measure_roofs
 from treadle.runtime.tuner import Workload
@@ -112,3 +115,23 @@ def test_roofs_are_rates() -> None:
     roofs = measure_roofs(machine.device_of("reference"), small=True)
     assert min(roofs.to_json().values()) > 0
     assert roofs.bytes_per_s >= roofs.read_bytes_per_s
+
+
+def test_an_artifact_s_key_covers_the_schedules_in_use(tmp_path: Path) -> None:
+    model = make_random(tmp_path / "model", num_layers=1)
+    options = CompileOptions(target="cuda", architecture="sm_90")
+    default = cached_artifact_path(model, options)
+    assert cached_artifact_path(model, options) == default
+    assert cached_artifact_path(model, replace(options, autotune="off")) != default
+    pin = tmp_path / "pin.json"
+    TunedTable(GPU).with_choice("a/b", "mine", {}).write(pin)
+    assert cached_artifact_path(model, replace(options, pin=pin)) != default
+    tables.import_table(pin)
+    assert cached_artifact_path(model, options) == cached_artifact_path(
+        model, replace(options, pin=pin)
+    )
+    # Nothing is tuned for plain torch.
+    plain = CompileOptions(target="reference")
+    assert cached_artifact_path(model, plain) == cached_artifact_path(
+        model, replace(plain, autotune="off")
+    )
