@@ -124,7 +124,7 @@ class BatchWriter:
         sample_index = field("sample_index", num_seqs)
         sample_index[:] = query_start[1:] - 1
         for index, chunk in enumerate(plan.chunks, start=num_decode):
-            if not chunk.samples:
+            if not (chunk.samples or chunk.scores):
                 sample_index[index] = -1
         field("seq_rows", num_seqs)[:] = plan.rows
         self._state.packed.copy_(staging, non_blocking=True)

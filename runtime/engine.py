@@ -66,7 +66,10 @@ class _Ending:
 
 
 class _News(NamedTuple):
-    """What the worker tells about a request: its next token, or its end, or both."""
+    """What the worker tells about a request: its next token, or its end, or both.
+
+    With `logprobs` and neither, they are those of the prompt's next token.
+    """
 
     request_id: str
     token: int | None
@@ -86,6 +89,7 @@ class Generation:
         self._engine = engine
         self._stream = TextStream(engine.tokenizer, params)
         self._tokens: deque[tuple[int, TokenLogprobs | None]] = deque()
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._ending: _Ending | None = None
         self._arrived = asyncio.Event()
         self._cached_tokens = 0
@@ -101,6 +105,8 @@ class Generation:
         """Take what a step brought; called on the event loop."""
         if token is not None:
             self._tokens.append((token, logprobs))
+        elif logprobs is not None:
+            self._prompt_logprobs.append(logprobs)
         self._cached_tokens = cached_tokens
         self._ending = ending or self._ending
         self._arrived.set()
@@ -144,7 +150,10 @@ class Generation:
     def _delta(self, step: TextStep, logprobs: TokenLogprobs | None = None) -> Delta:
         told = () if logprobs is None else (logprobs,)
         usage = Usage(self.prompt_tokens, self._stream.completion_tokens, self._cached_tokens)
-        return Delta(step.text, step.token_ids, step.finish_reason, step.stop_reason, usage, told)
+        scored, self._prompt_logprobs = tuple(self._prompt_logprobs), []
+        return Delta(
+            step.text, step.token_ids, step.finish_reason, step.stop_reason, usage, told, scored
+        )
 
 
 class Engine:
@@ -367,9 +376,15 @@ class Engine:
         events = self.model.scheduler.complete(plan, result.tokens())
         self._last_step_at = time.monotonic()
         self._update_stats()
-        if events:
-            logprobs = result.logprobs()
-            self._publish([self._describe(event, logprobs) for event in events])
+        logprobs = result.logprobs()
+        news = [self._describe(event, logprobs) for event in events]
+        news += [
+            _News(chunk.sequence.request_id, None, 0, None, logprobs[chunk.sequence.request_id])
+            for chunk in plan.chunks
+            if chunk.scores
+        ]
+        if news:
+            self._publish(news)
 
     def _describe(self, event: TokenEvent, logprobs: Mapping[str, TokenLogprobs]) -> _News:
         sequence, token, reason = event

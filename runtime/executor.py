@@ -103,12 +103,20 @@ class Executor:
         if plan.composition == self._composition:
             return
         self._composition = plan.composition
-        sequences = [*plan.decodes, *(c.sequence if c.samples else None for c in plan.chunks)]
-        self._wishes = tuple(
+        wishes = [
             Wish(index, sequence.request_id, sequence.params.logprobs)
-            for index, sequence in enumerate(sequences)
-            if sequence is not None and sequence.params.logprobs is not None
-        )
+            for index, sequence in enumerate(plan.decodes)
+            if sequence.params.logprobs is not None
+        ]
+        for index, chunk in enumerate(plan.chunks, start=plan.num_decode):
+            sequence, params = chunk.sequence, chunk.sequence.params
+            if chunk.samples and params.logprobs is not None:
+                wishes.append(Wish(index, sequence.request_id, params.logprobs))
+            elif chunk.scores:
+                assert params.prompt_logprobs is not None, "the scheduler scores for nobody else"
+                target = sequence.prompt_ids[chunk.stop]
+                wishes.append(Wish(index, sequence.request_id, params.prompt_logprobs, target))
+        self._wishes = tuple(wishes)
         self._wished_slices = None
         if self._wishes:
             indices = [wish.slice_index for wish in self._wishes]

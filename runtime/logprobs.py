@@ -22,11 +22,15 @@ LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class Wish:
-    """Say that a slice's token is asked about: by which request, and for how many likeliest."""
+    """Say that a slice's token is asked about: by which request, and for how many likeliest.
+
+    `target` is the token asked about; -1: the one that is sampled.
+    """
 
     slice_index: int
     request_id: str
     num_top: int
+    target: int = -1
 
 
 def log_probabilities(
@@ -55,11 +59,12 @@ class PendingLogprobs:
     ) -> None:
         self._wishes = wishes
         num_top = max(wish.num_top for wish in wishes)
-        self._chosen_ids = tokens[slices]
-        found = (
-            self._chosen_ids,
-            *log_probabilities(logits[slices].float(), self._chosen_ids, num_top),
-        )
+        chosen_ids = tokens[slices]
+        targets = [wish.target for wish in wishes]
+        if max(targets) >= 0:
+            asked = torch.tensor(targets, dtype=chosen_ids.dtype, device=chosen_ids.device)
+            chosen_ids = torch.where(asked >= 0, asked, chosen_ids)
+        found = (chosen_ids, *log_probabilities(logits[slices].float(), chosen_ids, num_top))
         self._fetched = [_fetch(tensor) for tensor in found]
 
     def take(self) -> dict[str, TokenLogprobs]:

@@ -46,6 +46,7 @@ class SamplingParams:
     end the answer. `continues_text`: the answer goes on with the prompt's text, so the leading
     space of its first word is kept; otherwise it is a text of its own, decoded as such.
     `logprobs`: tell the log probability of each token, and of this many likeliest; None: of none.
+    `prompt_logprobs`: the same for the prompt, whose tokens are then computed one a step.
     """
 
     max_tokens: int | None = None
@@ -61,6 +62,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     continues_text: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def validate(self) -> SamplingParams:
         """Return these parameters if every one is in range.
@@ -86,8 +88,9 @@ class SamplingParams:
         _check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, INT32_MAX)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         _check_int("min_tokens", self.min_tokens, 0, INT32_MAX)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
@@ -128,7 +131,8 @@ class Delta:
 
     `usage` counts the answer up to here. The last delta, and only it, has a `finish_reason`.
     `stop_reason` is the stop string or stop token that ended the answer; None for an end of
-    sequence. `logprobs` has an entry per token where they are asked for.
+    sequence. `logprobs` has an entry per token where they are asked for. The first delta has
+    `prompt_logprobs` where they are: an entry per token of the prompt but the first.
     """
 
     text: str
@@ -137,6 +141,7 @@ class Delta:
     stop_reason: str | int | None
     usage: Usage
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 async def collect(deltas: AsyncIterable[Delta]) -> Delta:
@@ -147,14 +152,22 @@ async def collect(deltas: AsyncIterable[Delta]) -> Delta:
     texts: list[str] = []
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
     last: Delta | None = None
     async for last in deltas:
         texts.append(last.text)
         token_ids.extend(last.token_ids)
         logprobs.extend(last.logprobs)
+        prompt_logprobs.extend(last.prompt_logprobs)
     if last is None:
         raise RequestError("Expected an answer, found a stream that ended before it began.")
-    return replace(last, text="".join(texts), token_ids=tuple(token_ids), logprobs=tuple(logprobs))
+    return replace(
+        last,
+        text="".join(texts),
+        token_ids=tuple(token_ids),
+        logprobs=tuple(logprobs),
+        prompt_logprobs=tuple(prompt_logprobs),
+    )
 
 
 def derive_seed(seed: int, choice: int) -> int:

@@ -67,6 +67,8 @@ class SequenceState:
     halt: int = 0
     last_position: int = 0
     last_step: int = -1
+    # Positions of the prompt whose log probabilities have been planned, where they are asked for.
+    num_scored: int = 0
 
     @property
     def generated_ids(self) -> list[int]:
@@ -80,13 +82,17 @@ class SequenceState:
 
 
 class Slice(NamedTuple):
-    """What one step computes for one sequence: positions start to stop, and perhaps a new token."""
+    """What one step computes for one sequence: positions start to stop, and perhaps a new token.
+
+    `scores`: no new token is wanted, only how likely the model finds the next one of the prompt.
+    """
 
     sequence: SequenceState
     row: int
     start: int
     stop: int
     samples: bool
+    scores: bool = False
 
 
 class StepPlan:
@@ -289,7 +295,13 @@ class Scheduler:
             params=params,
             max_total_tokens=len(prompt) + max_tokens,
             stop_ids=stop_ids,
-            table=PageTable(request_id, namespace),
+            # Cached positions have no logits; a namespace of its own finds none.
+            table=PageTable(
+                request_id,
+                namespace
+                if params.prompt_logprobs is None
+                else (*namespace, ("scored", str(self._next_arrival))),
+            ),
             arrival=self._next_arrival,
             token_ids=list(prompt),
             # The last token is returned, never fed.
@@ -539,6 +551,14 @@ class Scheduler:
     ) -> int:
         start = sequence.scheduled_tokens
         stop = min(sequence.prefill_stop, start + budget)
+        scores = False
+        last = len(sequence.prompt_ids) - 1
+        if sequence.params.prompt_logprobs is not None and start < last:
+            # A step gives one row of logits per slice, so a scored token is a slice of its own;
+            # what was scored before a preemption is computed again without.
+            scores = start >= sequence.num_scored
+            stop = min(stop, start + 1 if scores else sequence.num_scored)
+            sequence.num_scored = max(sequence.num_scored, stop)
         samples = stop == sequence.prefill_stop
         sequence.scheduled_tokens = stop
         sequence.last_step = step
@@ -546,7 +566,7 @@ class Scheduler:
             self._set_decode_halt(sequence)
         else:
             sequence.halt = stop
-        chunks.append(Slice(sequence, sequence.row, start, stop, samples))
+        chunks.append(Slice(sequence, sequence.row, start, stop, samples, scores))
         return stop - start
 
     def _admit_waiting(

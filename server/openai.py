@@ -112,6 +112,12 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         continues = any(i not in engine.tokenizer.special_token_ids for i in prompt_ids)
         work.append((prompt_ids, replace(fitted, continues_text=continues)))
     writer = _CompletionWriter(*_identity(engine, "cmpl-"), engine.tokenizer)
+    if completion.echo:
+        for index in range(len(work) * completion.n):
+            prompt = completion.prompt[index // completion.n]
+            prompt_ids, _ = work[index // completion.n]
+            text = prompt if isinstance(prompt, str) else engine.tokenizer.decode(prompt_ids)
+            writer.echoes[index] = (text, prompt_ids)
     return await _answer(request, completion, work, writer, start_s)
 
 
@@ -342,7 +348,7 @@ async def _stream(
                 events = []
                 if index not in opened:
                     opened.add(index)
-                    events += [event([choice]) for choice in writer.opening(index)]
+                    events += [event([choice]) for choice in writer.opening(index, delta)]
                 if delta.text or delta.logprobs:
                     events.append(event([writer.piece(index, delta)]))
                 if delta.finish_reason is not None:
@@ -454,7 +460,7 @@ class _ChatWriter:
             "finish_reason": answer.finish_reason,
         }
 
-    def opening(self, index: int) -> list[dict[str, Any]]:
+    def opening(self, index: int, first: Delta) -> list[dict[str, Any]]:
         return [self._chunk(index, {"role": "assistant", "content": "", "refusal": None})]
 
     def piece(self, index: int, delta: Delta) -> dict[str, Any]:
@@ -492,18 +498,37 @@ class _CompletionWriter:
     endpoint: str = "completions"
     # Where in its answer each choice's next token begins, in characters.
     offsets: dict[int, int] = field(default_factory=dict)
+    # The prompt's text and tokens that each choice begins with.
+    echoes: dict[int, tuple[str, Sequence[int]]] = field(default_factory=dict)
 
     def head(self, *, is_chunk: bool) -> dict[str, Any]:
         return _head(self.id, "text_completion", self.created_unix_s, self.model)
 
     def whole(self, index: int, answer: Delta) -> dict[str, Any]:
-        return self.piece(index, answer) | {"finish_reason": answer.finish_reason}
+        choice = self._choice(index, "", answer.finish_reason)
+        for part in (*self.opening(index, answer), self.piece(index, answer)):
+            choice["text"] += part["text"]
+            for name, values in (part["logprobs"] or {}).items():
+                choice["logprobs"] = choice["logprobs"] or {}
+                choice["logprobs"].setdefault(name, []).extend(values)
+        return choice
 
-    def opening(self, index: int) -> list[dict[str, Any]]:
-        return []
+    def opening(self, index: int, first: Delta) -> list[dict[str, Any]]:
+        """Give the prompt where it is to be echoed; of its first token nothing can be said."""
+        if index not in self.echoes:
+            return []
+        text, prompt_ids = self.echoes[index]
+        choice = self._choice(index, text, None)
+        if first.logprobs:
+            told = self._logprobs(index, first.prompt_logprobs, unknown=prompt_ids[:1])
+            choice["logprobs"] = told
+        return [choice]
 
     def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        return self._choice(index, delta.text, None) | {"logprobs": self._logprobs(index, delta)}
+        choice = self._choice(index, delta.text, None)
+        if delta.logprobs:
+            choice["logprobs"] = self._logprobs(index, delta.logprobs)
+        return choice
 
     def end(self, index: int, reason: FinishReason) -> dict[str, Any]:
         return self._choice(index, "", reason)
@@ -511,18 +536,23 @@ class _CompletionWriter:
     def _choice(self, index: int, text: str, reason: FinishReason | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
 
-    def _logprobs(self, index: int, delta: Delta) -> dict[str, Any] | None:
-        if not delta.logprobs:
-            return None
-        tokens = [self._spell(one.token_id) for one in delta.logprobs]
+    def _logprobs(
+        self, index: int, told: Sequence[TokenLogprobs], unknown: Sequence[int] = ()
+    ) -> dict[str, list[Any]]:
+        """Write log probabilities; `unknown` are tokens before them that have none."""
+        token_ids = [*unknown, *(one.token_id for one in told)]
+        nothing: list[Any] = [None] * len(unknown)
         offsets = []
-        for one in delta.logprobs:
+        for token_id in token_ids:
             offsets.append(self.offsets.get(index, 0))
-            self.offsets[index] = offsets[-1] + len(self.tokenizer.token_text(one.token_id)[0])
+            # Special tokens are no part of the text.
+            if token_id not in self.tokenizer.special_token_ids:
+                length = len(self.tokenizer.token_text(token_id)[0])
+                self.offsets[index] = offsets[-1] + length
         return {
-            "tokens": tokens,
-            "token_logprobs": [one.logprob for one in delta.logprobs],
-            "top_logprobs": [self._top(one) for one in delta.logprobs],
+            "tokens": [self._spell(token_id) for token_id in token_ids],
+            "token_logprobs": nothing + [one.logprob for one in told],
+            "top_logprobs": nothing + [self._top(one) for one in told],
             "text_offset": offsets,
         }
 

@@ -557,10 +557,17 @@ class CompletionRequest(GenerateRequest):
         None,
         doc="Tell the log probability of each token, and of this many likeliest ones.",
     )
+    echo: bool = declare(
+        boolean(), False, doc="Give the prompt before the answer; with `logprobs` for both."
+    )
 
     def sampling(self) -> SamplingParams:
         """Give the engine's parameters."""
-        return replace(super().sampling(), logprobs=self.logprobs)
+        return replace(
+            super().sampling(),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
+        )
 
 
 MAX_TOKEN_IDS = 1_000_000
@@ -660,7 +667,6 @@ UNSUPPORTED: dict[type[Request], dict[str, Check]] = {
     },
     CompletionRequest: {
         **_UNSUPPORTED,
-        "echo": only(False),
         "best_of": only(1),
         "suffix": only(""),
     },

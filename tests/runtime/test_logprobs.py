@@ -138,3 +138,58 @@ def test_emitted_kernels_give_them_too(tmp_path: Path, rng_seed: int) -> None:
             return await answer(engine, prompt, logprobs=2, max_tokens=3, temperature=0.0)
 
     check_against(load_oracle(model), prompt, asyncio.run(run()), 2)
+
+
+def check_prompt(oracle: object, prompt: list[int], found: Delta, num_top: int) -> None:
+    """Compare a prompt's log probabilities with those of transformers."""
+    assert [one.token_id for one in found.prompt_logprobs] == prompt[1:]
+    expected = torch.log_softmax(oracle_logits(oracle, prompt)[:-1], -1)
+    for row, one in zip(expected, found.prompt_logprobs, strict=True):
+        assert one.logprob == pytest.approx(float(row[one.token_id]), abs=2e-3)
+        assert [v for _, v in one.top] == pytest.approx(row.topk(num_top).values.tolist(), abs=2e-3)
+        assert dict(one.top).get(one.token_id, one.logprob) == one.logprob
+
+
+@pytest.mark.parametrize("num_pages", [64, 6], ids=["room", "preemption"])
+def test_prompts_are_scored_beside_others_and_when_pages_run_out(
+    tmp_path: Path, rng_seed: int, num_pages: int
+) -> None:
+    model = make_llama(tmp_path / "model", seed=rng_seed % 1000, window=64)
+    oracle = load_oracle(model)
+    artifact = compile_tiny(model, tmp_path / "artifact", max_rows=4)
+    generator = random.Random(rng_seed)
+    shared = [generator.randrange(3, 320) for _ in range(20)]
+    # The same prompt twice: what the first leaves in the prefix cache must not hide the second's.
+    prompts = [shared, shared, [7], [*shared, 9, 8], [*shared[:5], 4]]
+    tops: list[int | None] = [1, 3, 2, None, 0]
+
+    async def run(scored: bool) -> list[Delta]:
+        async with serving(artifact, num_pages=num_pages) as engine:
+            found = []
+            for _ in range(2):
+                found = await asyncio.gather(
+                    *(
+                        answer(
+                            engine,
+                            prompt,
+                            prompt_logprobs=top if scored else None,
+                            logprobs=top,
+                            max_tokens=30,
+                            seed=3,
+                            ignore_eos=True,
+                        )
+                        for prompt, top in zip(prompts, tops, strict=True)
+                    )
+                )
+            assert (engine.stats().preemptions_total > 0) == (num_pages == 6)
+            return found
+
+    plain = asyncio.run(run(False))
+    for prompt, top, found, other in zip(prompts, tops, asyncio.run(run(True)), plain, strict=True):
+        assert found.token_ids == other.token_ids
+        if top is None:
+            assert found.prompt_logprobs == ()
+        else:
+            assert found.usage.cached_tokens == 0
+            check_prompt(oracle, prompt, found, top)
+            check_against(oracle, prompt, found, top)

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.checkpoints import EOS, make_dice, make_script
+from tests.checkpoints import (
+    BOS,
+    EOS,
+    load_oracle,
+    make_dice,
+    make_random,
+    make_script,
+    oracle_greedy,
+    oracle_logits,
+)
 
 from .live import LiveServer
 
@@ -141,3 +153,86 @@ def test_streamed_logprobs_are_the_whole_ones(script: LiveServer, chat: bool) ->
     names = ("content",) if chat else ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     for name in names:
         assert [one for part in told for one in part[name]] == whole[name]
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random(tmp_path_factory.mktemp("random"))
+
+
+@pytest.fixture(scope="module")
+def scored(start_model: Any, random_model: Path) -> LiveServer:
+    return start_model(random_model)
+
+
+def test_10_the_likelihood_of_a_prompt_as_lm_eval_asks_for_it(
+    scored: LiveServer, random_model: Path, rng_seed: int
+) -> None:
+    oracle = load_oracle(random_model)
+    generator = random.Random(rng_seed)
+    greedy = oracle_greedy(oracle, [7, 8], 10)
+    prompts = [[generator.randrange(3, 250) for _ in range(12)], [7, 8, *greedy][:12], [9]]
+    reply = scored.complete(prompts, max_tokens=1, temperature=0, logprobs=1, echo=True, seed=1234)
+    for prompt, choice in zip(prompts, reply.json["choices"], strict=True):
+        told = choice["logprobs"]
+        assert {len(values) for values in told.values()} == {len(prompt) + 1}
+        assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+        new = oracle_greedy(oracle, prompt, 1)
+        expected = torch.log_softmax(oracle_logits(oracle, prompt), -1)
+        for row, token, value, top in zip(
+            expected,
+            [*prompt, *new][1:],
+            told["token_logprobs"][1:],
+            told["top_logprobs"][1:],
+            strict=True,
+        ):
+            assert value == pytest.approx(float(row[token]), abs=2e-3)
+            # The harness compares floats to see whether a token is the greedy one.
+            assert (max(top.values()) == value) == (int(row.argmax()) == token)
+
+
+def test_10_tokens_are_texts_of_their_own_and_join_to_the_text(scored: LiveServer) -> None:
+    reply = scored.complete("Hi there", max_tokens=1, temperature=0, logprobs=0, echo=True)
+    choice = reply.json["choices"][0]
+    told = choice["logprobs"]
+    assert told["tokens"][:9] == [BOS, *"Hi there"]
+    assert told["text_offset"][:9] == [0, *range(8)]
+    assert choice["text"].startswith("Hi there")
+    assert reply.json["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 1}, {"logprobs": 0, "n": 2}])
+@pytest.mark.parametrize("prompt", ["[[S1]]", ["[[S1]]", "Oh [[S1]]"]])
+def test_an_echo_stands_before_the_answer_whole_and_streamed(
+    script: LiveServer, prompt: Any, fields: dict[str, Any]
+) -> None:
+    asked: dict[str, Any] = {"max_tokens": 3, "temperature": 0, "echo": True} | fields
+    wholes = script.complete(prompt, **asked).json["choices"]
+    alone = script.complete(prompt, **asked | {"echo": False}).json["choices"]
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    for index, (whole, bare) in enumerate(zip(wholes, alone, strict=True)):
+        assert whole["text"] == prompts[index // asked.get("n", 1)] + bare["text"]
+    events = script.complete(prompt, stream=True, **asked).events()
+    assert events.pop() == "[DONE]"
+    for whole in wholes:
+        pieces = [c for e in events for c in e["choices"] if c["index"] == whole["index"]]
+        assert "".join(piece["text"] for piece in pieces) == whole["text"]
+        told = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
+        if "logprobs" not in fields:
+            assert told == [] and whole["logprobs"] is None
+            continue
+        for name, values in whole["logprobs"].items():
+            assert [one for part in told for one in part[name]] == values
+
+
+def test_an_echo_of_token_ids_is_their_text(script: LiveServer) -> None:
+    reply = script.complete(list(b"Hi"), max_tokens=1, temperature=0, echo=True)
+    assert reply.json["choices"][0]["text"].startswith("Hi")
+
+
+def test_an_echo_comes_even_where_nothing_follows(script: LiveServer) -> None:
+    # A token that is part of no script is followed by the end at once.
+    reply = script.complete("x", max_tokens=3, temperature=0, echo=True)
+    assert reply.json["choices"][0]["text"] == "x"
+    events = script.complete("x", max_tokens=3, temperature=0, echo=True, stream=True).events()
+    assert "".join(c["text"] for e in events[:-1] for c in e["choices"]) == "x"

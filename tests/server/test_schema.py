@@ -74,7 +74,7 @@ CHAT_RANGES: dict[str, tuple[list[Any], list[Any]]] = {
 }
 COMPLETION_RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     "logprobs": ([0, 1, 20], [True, -1, 21, 0.5]),
-    "echo": ([False], [True]),
+    "echo": ([False, True], [0, "yes"]),
     "best_of": ([1], [2]),
     "suffix": ([""], ["end"]),
     "add_special_tokens": ([True, False], [1]),
