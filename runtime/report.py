@@ -270,6 +270,7 @@ def _rows_of(title: str, records: Sequence[Record], session: Record) -> list[Row
         single = alone.get(key, {})
         name = single.get("module", key.partition("/")[0])
         tried = _attempts(list(attempts.get(key, {}).values()), winners.get(key))
+        tried = tried or (_only_one(name, single),)
         launches = single.get("launches", 1)
         rows.append(
             Row(
@@ -288,6 +289,19 @@ def _rows_of(title: str, records: Sequence[Record], session: Record) -> list[Row
             )
         )
     return rows
+
+
+def _only_one(module: str, record: Record) -> Attempt:
+    """Give the candidate of a kernel that has no other: nothing was to be chosen."""
+    return Attempt(
+        "only one",
+        module,
+        registers=record.get("registers", 0),
+        spill_bytes=record.get("spill_bytes", 0),
+        shared_bytes=record.get("shared_bytes", 0),
+        is_default=True,
+        is_winner=True,
+    )
 
 
 def _whole_launches(launches: int, session: Record) -> int:

@@ -505,15 +505,14 @@ class Stopwatch:
         """Time the step with the candidate that is chosen for `key`."""
         candidate = space.candidates[key][space.chosen[key]]
         module = space.modules(space.plan())[key]
-        outcome = self.outcomes.get(module)
-        timing = Timing(candidate.template, candidate.schedule)
-        if outcome is not None and outcome.kernels:
-            timing = replace(
-                timing,
-                registers=max(kernel.registers for kernel in outcome.kernels),
-                spill_bytes=max(kernel.spill_bytes for kernel in outcome.kernels),
-                shared_bytes=max(kernel.shared_bytes for kernel in outcome.kernels),
-            )
+        registers, spill_bytes, shared_bytes = self._usage(module).values()
+        timing = Timing(
+            candidate.template,
+            candidate.schedule,
+            registers=registers,
+            spill_bytes=spill_bytes,
+            shared_bytes=shared_bytes,
+        )
         try:
             program = self._capture(space)
             wrong = relative_error(self._logits(space, program), self.expected)
@@ -527,6 +526,16 @@ class Stopwatch:
         return replace(
             timing, step_ms=statistics.median(times), spread_ms=spread, error=float(wrong)
         )
+
+    def _usage(self, module: str) -> dict[str, int]:
+        """Tell what a compiled module uses: the largest of its kernels."""
+        outcome = self.outcomes.get(module)
+        kernels = outcome.kernels if outcome is not None else ()
+        return {
+            "registers": max((kernel.registers for kernel in kernels), default=0),
+            "spill_bytes": max((kernel.spill_bytes for kernel in kernels), default=0),
+            "shared_bytes": max((kernel.shared_bytes for kernel in kernels), default=0),
+        }
 
     def log_kernels(self, space: Space, log: TimingLog) -> None:
         """Time each kernel of the winners by itself, over the layers' own weights, and log it."""
@@ -554,4 +563,5 @@ class Stopwatch:
                 us_low=each_us[len(each_us) // 10],
                 us_high=each_us[-1 - len(each_us) // 10],
                 step_us=1e3 * step,
+                **self._usage(modules[tuning.key]),
             )

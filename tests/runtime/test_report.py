@@ -77,6 +77,11 @@ def test_a_row_knows_its_winner_margin_and_default(report: Report) -> None:
     assert [attempt.failure[:15] for attempt in row.failed] == ["out of resource"]
 
 
+def test_a_kernel_without_a_choice_tells_what_it_uses(report: Report) -> None:
+    row = find(report, "sample")
+    assert (row.winner.schedule, row.winner.registers, row.default_us) == ("only one", 62, None)
+
+
 def test_a_margin_inside_the_spread_is_marked(report: Report) -> None:
     row = find(report, "linear__glu")
     assert row.margin_is_noise
@@ -100,7 +105,7 @@ def test_the_verdict_tells_gain_changes_and_failures(report: Report) -> None:
     gain, changed, failed = report.verdict()
     assert re.search(r"decode 8x1024 bf16 1\.0\d+×", gain)
     assert changed.endswith(": 1.")
-    assert failed == "Candidates tried: 9, failed: 2."
+    assert failed == "Candidates tried: 11, failed: 2."
 
 
 def test_json_reads_back_equal(report: Report) -> None:
