@@ -200,20 +200,28 @@ class Report:
 
 
 def from_log(records: Sequence[Record]) -> Report:
-    """Make the report of a log: of each program what was found last."""
-    session: Record = next((r for r in reversed(records) if r["record"] == "session"), {})
-    programs: dict[str, str] = {}  # title → the last identity
+    """Make the report of a log: of each model and program what was found last."""
+    session: Record = {}
+    sessions: dict[str, Record] = {}  # identity of a program → the session that tuned it
+    titles: dict[str, str] = {}  # identity → title
+    models = {record.get("model", "") for record in records if record["record"] == "session"}
     for record in records:
-        if record["record"] == "started":
-            programs[_title(record)] = record["program"]
+        if record["record"] == "session":
+            session = record
+        elif record["record"] == "started":
+            program = record["program"]
+            titles.pop(program, None)  # the last one tuned is the last one told
+            titles[program] = _title(record, session.get("model", "") if len(models) > 1 else "")
+            sessions[program] = session
+    latest = {title: program for program, title in titles.items()}
     rows, changed = [], []
-    for title, program in programs.items():
+    for title, program in latest.items():
         mine = [record for record in records if record.get("program") == program]
-        rows += _rows_of(title, mine, session)
+        rows += _rows_of(title, mine, sessions[program])
         ended = [
             record["winners"]
             for record in records
-            if record["record"] == "finished" and title == _title_of(records, record["program"])
+            if record["record"] == "finished" and titles.get(record["program"]) == title
         ]
         if len(ended) > 1:
             changed += [
@@ -222,7 +230,7 @@ def from_log(records: Sequence[Record]) -> Report:
     roofs = session.get("roofs", {})
     moved = max(roofs.get("read_bytes_per_s", 0.0), roofs.get("copy_bytes_per_s", 0.0))
     return Report(
-        _header(session),
+        _header({**session, "model": ", ".join(sorted(filter(None, models)))}),
         moved,
         roofs.get("matmul_flops_per_s", 0.0),
         tuple(rows),
@@ -240,13 +248,9 @@ _METHOD = (
 )
 
 
-def _title(record: Record) -> str:
-    return f"{record['step']} {record['num_seqs']}x{record['context_tokens']} {record['dtype']}"
-
-
-def _title_of(records: Iterable[Record], program: str) -> str:
-    started = (r for r in records if r["record"] == "started" and r["program"] == program)
-    return next((_title(record) for record in started), "")
+def _title(record: Record, model: str) -> str:
+    words = (record["step"], f"{record['num_seqs']}x{record['context_tokens']}", record["dtype"])
+    return " ".join([*filter(None, [model]), *words])
 
 
 def _header(session: Record) -> dict[str, str]:
@@ -257,7 +261,7 @@ def _header(session: Record) -> dict[str, str]:
 
 def _rows_of(title: str, records: Sequence[Record], session: Record) -> list[Row]:
     """Make a program's rows: kernels timed alone, and those of which candidates were timed."""
-    step = title.partition(" ")[0]
+    step = next(r["step"] for r in records if r["record"] == "started")
     alone = {r["key"]: r for r in records if r["record"] == "kernel"}
     attempts: dict[str, dict[str, Record]] = {}
     for record in records:

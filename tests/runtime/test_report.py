@@ -108,6 +108,20 @@ def test_the_verdict_tells_gain_changes_and_failures(report: Report) -> None:
     assert failed == "Candidates tried: 11, failed: 2."
 
 
+def test_models_in_one_log_are_told_apart(report: Report) -> None:
+    records = list(read_log(LOG))
+    names = ("program", "model")
+    other = [
+        {name: f"other {value}" if name in names else value for name, value in record.items()}
+        for record in records
+    ]
+    both = from_log([*records, *other])
+    assert both.header["model"] == "other tiny-llama, tiny-llama"
+    assert len(both.rows) == 2 * len(report.rows)
+    assert sum(title.startswith("other tiny-llama ") for title in both.programs()) == 2
+    assert {row.step for row in both.rows} == {"decode", "mixed"}
+
+
 def test_json_reads_back_equal(report: Report) -> None:
     assert from_json(json.loads(json.dumps(to_json(report)))) == report
 
