@@ -169,7 +169,8 @@ def fuse_rope_attention(graph: Graph) -> Result:
     for attention in [op for op in graph.ops if op.kind == "attention"]:
         q, cache, *_ = attention.inputs
         append = graph.producers.get(q)
-        if append is None or [op.kind for op in append.plain] != _ROPE_AND_APPEND:
+        kinds = [op.kind for op in append.plain if op.kind != "head_norm"] if append else []
+        if append is None or kinds != _ROPE_AND_APPEND:
             refusals.append(Refusal(rule, attention.name, "no kernel ropes its q and appends"))
             continue
         *_, write = append.body

@@ -338,7 +338,8 @@ def _split_attention(
 
 def _lower_rope_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
     """Lower split + two ropes + append + attention: what a decode step does between two linears."""
-    *append, attention = op.body
+    plain, norm_facts, norm_weights = _without_head_norms(op)
+    *append, attention = plain.body
     if where.step != "decode":
         raise LoweringError(
             f"`{op.name}`: appending and attending are one kernel in decode steps only; this is a "
@@ -348,6 +349,7 @@ def _lower_rope_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Ca
     shape: dict[str, Fact] = {
         **roped.shape(graph),
         "SCALE": attention.params.scale,
+        **norm_facts,
     }
     *_, context_lens = attention.inputs
     # One token per sequence: token i is sequence i, and its position is its length less one.
@@ -364,6 +366,7 @@ def _lower_rope_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Ca
             ),
         ),
         **_cache(roped.cache),
+        **norm_weights,
         "num_seqs": "size:B",
     }
     num_kv_heads = attention.params.num_kv_heads
@@ -477,28 +480,33 @@ def _lower_kv_write(op: Op, graph: Graph, where: Situation) -> Iterator[Candidat
 
 def _lower_append(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
     """Lower an append of k and v, with the norms of q's and k's heads before the ropes."""
-    facts: dict[str, Fact] = {"HEAD_NORM": False, "EPS": 0.0, "OFFSET": 0.0}
-    weights = {"q_weight": "none:", "k_weight": "none:"}
-    norms = [inner for inner in op.plain if inner.kind == "head_norm"]
-    if norms:
-        params, weights = _read_head_norms(op, norms)
-        facts = {"HEAD_NORM": True, "EPS": params.eps, "OFFSET": params.offset}
-        # What is left when the ropes read the parts of the split themselves.
-        source = {norm.outputs[0]: norm.inputs[0] for norm in norms}
-        body = [
-            replace(inner, inputs=tuple(source.get(name, name) for name in inner.inputs))
-            for inner in op.body
-            if inner not in norms
-        ]
-        op = replace(op, body=tuple(body))
-    for candidate in _lower_kv_write(op, graph, where):
-        name = f"head_norm_{candidate.name}" if norms else candidate.name
+    plain, facts, weights = _without_head_norms(op)
+    for candidate in _lower_kv_write(plain, graph, where):
+        name = f"head_norm_{candidate.name}" if facts["HEAD_NORM"] else candidate.name
         yield replace(
             candidate,
             name=name,
             shape={**candidate.shape, **facts},
             arguments={**candidate.arguments, **weights},
         )
+
+
+def _without_head_norms(op: Op) -> tuple[Op, dict[str, Fact], dict[str, str]]:
+    """Give an op as if it had no norms of heads, and those as facts and arguments."""
+    norms = [inner for inner in op.plain if inner.kind == "head_norm"]
+    if not norms:
+        facts: dict[str, Fact] = {"HEAD_NORM": False, "EPS": 0.0, "OFFSET": 0.0}
+        return op, facts, {"q_weight": "none:", "k_weight": "none:"}
+    params, weights = _read_head_norms(op, norms)
+    # What is left when the ropes read the parts of the split themselves.
+    source = {norm.outputs[0]: norm.inputs[0] for norm in norms}
+    body = [
+        replace(inner, inputs=tuple(source.get(name, name) for name in inner.inputs))
+        for inner in op.body
+        if inner not in norms
+    ]
+    facts = {"HEAD_NORM": True, "EPS": params.eps, "OFFSET": params.offset}
+    return replace(op, body=tuple(body)), facts, weights
 
 
 def _read_head_norms(op: Op, norms: Sequence[Op]) -> tuple[ops.RmsNormParams, dict[str, str]]:

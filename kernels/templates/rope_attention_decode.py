@@ -1,11 +1,11 @@
 """Rotate, append and attend in one kernel, for steps of one token per sequence (flash decoding).
 
-Token i is the newest of sequence i. Its query and key are rotated as in `rope_kv_write`; one
-program per sequence and KV head appends key and value to the cache and begins its softmax with
-them, so that no program ever reads what this launch writes, and all reads of the cache are of
-earlier steps. The older tokens are cut into splits on the device, by the length alone; several
-splits write partial results that the last of them to arrive combines in the order of the splits,
-so the result does not depend on timing.
+Token i is the newest of sequence i. Its query and key are rotated, with HEAD_NORM after the norm of
+their heads, as in `rope_kv_write`; one program per sequence and KV head appends key and value to
+the cache and begins its softmax with them, so that no program ever reads what this launch writes,
+and all reads of the cache are of earlier steps. The older tokens are cut into splits on the device,
+by the length alone; several splits write partial results that the last of them to arrive combines
+in the order of the splits, so the result does not depend on timing.
 
 Shapes (H query heads, G KV heads, D head dim, r = ROTARY_DIM, S tokens per page, P pages, R rows,
 M pages per row, C positions, T >= num_seqs tokens):
@@ -16,6 +16,8 @@ M pages per row, C positions, T >= num_seqs tokens):
   context_lens  i32[num_seqs]: tokens of the sequence with the newest, which stands at the last one
   k_cache,      [P, G, S, D]: contiguous; only slots of older tokens are read
   v_cache
+  q_weight,     [D]: weights of the norms; unused (None or any tensor) without HEAD_NORM
+  k_weight
   out           [T, H * D]: contiguous
   partial_out   f32, at least num_seqs * H * MAX_SPLITS * D elements of scratch
   partial_lse   f32, at least num_seqs * H * MAX_SPLITS elements of scratch
@@ -38,6 +40,9 @@ SHAPE = dict(
     ROTARY_DIM=64,
     PAGE_SIZE=64,
     SCALE=0.125,
+    HEAD_NORM=False,
+    EPS=1e-06,
+    OFFSET=0.0,
 )
 SCHEDULE = dict(
     BLOCK_TOKENS=64,
@@ -207,6 +212,8 @@ def rope_attention_decode(
     partial_out_ptr,
     partial_lse_ptr,
     counters_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
     table_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -214,6 +221,9 @@ def rope_attention_decode(
     ROTARY_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SCALE: tl.constexpr,
+    HEAD_NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_CHUNK_TOKENS: tl.constexpr,
@@ -276,6 +286,13 @@ def rope_attention_decode(
     cos = tl.load(angle_ptr + dims % HALF, mask=rotates, other=1.0)  # [BLOCK_D]
     sin = tl.load(angle_ptr + HALF + dims % HALF, mask=rotates, other=0.0)  # [BLOCK_D]
     sin = tl.where(dims < HALF, -sin, sin)  # [BLOCK_D]
+    if HEAD_NORM:
+        q_weight, q_weight_other, k_weight, k_weight_other = (
+            tl.load(q_weight_ptr + dims, mask=inside, other=0.0),
+            tl.load(q_weight_ptr + partner, mask=inside, other=0.0),
+            tl.load(k_weight_ptr + dims, mask=inside, other=0.0),
+            tl.load(k_weight_ptr + partner, mask=inside, other=0.0),
+        )  # [BLOCK_D] each
     newest_page = tl.load(pages_ptr + older // PAGE_SIZE, mask=has_newest, other=0).to(tl.int64)
     # The page id of a tile is loaded one tile ahead: were it loaded for the same tile, the pipeline
     # would need two of its stages to fetch one tile.
@@ -299,11 +316,19 @@ def rope_attention_decode(
     q_ptrs = qkv_ptr + (kv_head * GROUP_HEADS + heads)[:, None] * HEAD_DIM  # [BLOCK_H, 1]
     x = tl.load(q_ptrs + dims[None, :], mask=mask, other=0.0).to(tl.float32)
     other = tl.load(q_ptrs + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HEAD_NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / HEAD_DIM + EPS)  # [BLOCK_H]
+        x = x * scale[:, None] * (q_weight.to(tl.float32) + OFFSET)[None, :]
+        other = other * scale[:, None] * (q_weight_other.to(tl.float32) + OFFSET)[None, :]
     q = (x * cos[None, :] + other * sin[None, :]).to(dtype)  # [BLOCK_H, BLOCK_D]
     k_ptr = qkv_ptr + (NUM_HEADS + kv_head) * HEAD_DIM
     newest_mask = dims < tl.where(has_newest, HEAD_DIM, 0)  # [BLOCK_D]
     k_x = tl.load(k_ptr + dims, mask=newest_mask, other=0.0).to(tl.float32)  # [BLOCK_D]
     k_other = tl.load(k_ptr + partner, mask=newest_mask, other=0.0).to(tl.float32)  # [BLOCK_D]
+    if HEAD_NORM:
+        k_scale = 1.0 / tl.sqrt(tl.sum(k_x * k_x, 0) / HEAD_DIM + EPS)
+        k_x = k_x * k_scale * (k_weight.to(tl.float32) + OFFSET)  # [BLOCK_D]
+        k_other = k_other * k_scale * (k_weight_other.to(tl.float32) + OFFSET)  # [BLOCK_D]
     k_newest = (k_x * cos + k_other * sin).to(dtype)  # [BLOCK_D]
     v_newest = tl.load(k_ptr + NUM_KV_HEADS * HEAD_DIM + dims, mask=newest_mask, other=0.0)
     v_newest = v_newest.to(dtype)  # [BLOCK_D]
@@ -378,6 +403,8 @@ def launch(
     partial_out: torch.Tensor,
     partial_lse: torch.Tensor,
     counters: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     num_seqs: int,
 ) -> None:
     """Append the newest token of the first `num_seqs` sequences and write what it attends to."""
@@ -395,6 +422,8 @@ def launch(
         partial_out,
         partial_lse,
         counters,
+        q_weight,
+        k_weight,
         block_table.stride(0),
         **SHAPE,
         **SCHEDULE,

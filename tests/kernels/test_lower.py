@@ -283,6 +283,18 @@ def test_appending_and_attending_are_one_kernel_in_decode_steps_only() -> None:
         list(lower(op, graph, situation("mixed", "cuda", "sm_90", 8)))
 
 
+def test_norms_of_heads_are_joined_with_append_and_attention() -> None:
+    config = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    authored = build_graph(from_hf(config), step="decode", dtype="bf16", page_size=16)
+    graph, _ = run_passes(authored, few_tokens=False, joined=True)
+    op = next(op for op in graph.ops if op.plain[-1].kind == "attention")
+    candidate = next(lower(op, graph, situation("decode", "cuda", "sm_90", 8)))
+    assert candidate.name == "head_norm__rope__kv_write__attention"
+    assert candidate.shape["HEAD_NORM"] is True
+    weights = [candidate.arguments[name] for name in ("q_weight", "k_weight")]
+    assert [weight.rpartition(".")[2] for weight in weights] == ["q_norm", "k_norm"]
+
+
 def test_an_append_without_ropes_is_refused_by_name() -> None:
     message = refusal(
         """graph odd {

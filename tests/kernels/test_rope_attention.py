@@ -36,6 +36,7 @@ class Step:
     inputs: PagedInputs
     qkv: torch.Tensor  # [T, (H + 2G) * D]
     cos_sin: torch.Tensor  # f32[C, r]
+    norm_weights: tuple[torch.Tensor, ...] = ()  # of q's and of k's heads, [D]
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -46,6 +47,7 @@ class Step:
         """Run the kernel on these very caches, with poisoned output and scratch."""
         inputs = self.inputs
         shape = {**inputs.shape, "ROTARY_DIM": self.cos_sin.shape[1]}
+        shape |= {"HEAD_NORM": bool(self.norm_weights), "EPS": 1e-3, "OFFSET": 0.5}
         template = load_template("rope_attention_decode", shape=shape, schedule=schedule)
         num_heads, num_kv_heads, head_dim = self.sizes
         num_partials = inputs.num_seqs * num_heads * template.SCHEDULE["MAX_SPLITS"]
@@ -64,6 +66,7 @@ class Step:
             torch.full((num_partials * head_dim,), POISON, device=device),
             torch.full((num_partials,), POISON, device=device),
             counters,
+            *(self.norm_weights or (None, None)),
             inputs.num_seqs,
         )
         assert counters.tolist() == [0] * counters.numel()
@@ -75,6 +78,11 @@ class Step:
         num_heads, num_kv_heads, head_dim = self.sizes
         widths = (num_heads * head_dim, *(num_kv_heads * head_dim,) * 2)
         q, k, v = reference.split(self.qkv[: inputs.num_seqs], sizes=widths)
+        if self.norm_weights:
+            q, k = (
+                reference.head_norm(x.float(), weight, eps=1e-3, offset=0.5)
+                for x, weight in zip((q, k), self.norm_weights, strict=True)
+            )
         positions = (inputs.context_lens - 1).clamp(min=0)
         q, k = (reference.rope(x, positions, self.cos_sin, head_dim=head_dim) for x in (q, k))
         k_cache, v_cache = inputs.k_cache.clone(), inputs.v_cache.clone()
@@ -210,6 +218,17 @@ def test_the_same_bits_come_again_whatever_the_order_of_splits(device: str, rng_
     schedule = {"BLOCK_TOKENS": 16, "MAX_SPLITS": 8, "MIN_CHUNK_TOKENS": 16}
     first, again = (draw_step([90, 40], SMALL_MODEL, device, rng_seed) for _ in range(2))
     assert torch.equal(first.launch(**schedule), again.launch(**schedule))
+
+
+@pytest.mark.parametrize("model", [(8, 2, 64, 64, 16), (3, 1, 80, 48, 64)])
+def test_heads_may_be_normalised_before_they_are_rotated(
+    model: Model, device: str, rng_seed: int
+) -> None:
+    step = draw_step([0, 1, 17, 90], model, device, rng_seed)
+    generator = torch.Generator().manual_seed(rng_seed)
+    weights = torch.randn(2, model[2], generator=generator).to(step.qkv)
+    step.norm_weights = (weights[0], weights[1])
+    check(step, BLOCK_TOKENS=32, MAX_SPLITS=3, MIN_CHUNK_TOKENS=32)
 
 
 def test_scores_far_beyond_the_range_of_exp_do_no_harm(device: str, rng_seed: int) -> None:

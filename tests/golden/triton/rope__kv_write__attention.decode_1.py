@@ -21,7 +21,17 @@ import torch
 import triton
 import triton.language as tl
 
-SHAPE = dict(NUM_HEADS=32, NUM_KV_HEADS=8, HEAD_DIM=64, ROTARY_DIM=64, PAGE_SIZE=64, SCALE=0.125)
+SHAPE = dict(
+    NUM_HEADS=32,
+    NUM_KV_HEADS=8,
+    HEAD_DIM=64,
+    ROTARY_DIM=64,
+    PAGE_SIZE=64,
+    SCALE=0.125,
+    HEAD_NORM=False,
+    EPS=0.0,
+    OFFSET=0.0,
+)
 SCHEDULE = dict(
     BLOCK_TOKENS=64,
     MAX_SPLITS=32,
@@ -190,6 +200,8 @@ def rope__kv_write__attention(
     partial_out_ptr,
     partial_lse_ptr,
     counters_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
     table_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -197,6 +209,9 @@ def rope__kv_write__attention(
     ROTARY_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SCALE: tl.constexpr,
+    HEAD_NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_CHUNK_TOKENS: tl.constexpr,
@@ -259,6 +274,13 @@ def rope__kv_write__attention(
     cos = tl.load(angle_ptr + dims % HALF, mask=rotates, other=1.0)  # [BLOCK_D]
     sin = tl.load(angle_ptr + HALF + dims % HALF, mask=rotates, other=0.0)  # [BLOCK_D]
     sin = tl.where(dims < HALF, -sin, sin)  # [BLOCK_D]
+    if HEAD_NORM:
+        q_weight, q_weight_other, k_weight, k_weight_other = (
+            tl.load(q_weight_ptr + dims, mask=inside, other=0.0),
+            tl.load(q_weight_ptr + partner, mask=inside, other=0.0),
+            tl.load(k_weight_ptr + dims, mask=inside, other=0.0),
+            tl.load(k_weight_ptr + partner, mask=inside, other=0.0),
+        )  # [BLOCK_D] each
     newest_page = tl.load(pages_ptr + older // PAGE_SIZE, mask=has_newest, other=0).to(tl.int64)
     # The page id of a tile is loaded one tile ahead: were it loaded for the same tile, the pipeline
     # would need two of its stages to fetch one tile.
@@ -282,11 +304,19 @@ def rope__kv_write__attention(
     q_ptrs = qkv_ptr + (kv_head * GROUP_HEADS + heads)[:, None] * HEAD_DIM  # [BLOCK_H, 1]
     x = tl.load(q_ptrs + dims[None, :], mask=mask, other=0.0).to(tl.float32)
     other = tl.load(q_ptrs + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HEAD_NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / HEAD_DIM + EPS)  # [BLOCK_H]
+        x = x * scale[:, None] * (q_weight.to(tl.float32) + OFFSET)[None, :]
+        other = other * scale[:, None] * (q_weight_other.to(tl.float32) + OFFSET)[None, :]
     q = (x * cos[None, :] + other * sin[None, :]).to(dtype)  # [BLOCK_H, BLOCK_D]
     k_ptr = qkv_ptr + (NUM_HEADS + kv_head) * HEAD_DIM
     newest_mask = dims < tl.where(has_newest, HEAD_DIM, 0)  # [BLOCK_D]
     k_x = tl.load(k_ptr + dims, mask=newest_mask, other=0.0).to(tl.float32)  # [BLOCK_D]
     k_other = tl.load(k_ptr + partner, mask=newest_mask, other=0.0).to(tl.float32)  # [BLOCK_D]
+    if HEAD_NORM:
+        k_scale = 1.0 / tl.sqrt(tl.sum(k_x * k_x, 0) / HEAD_DIM + EPS)
+        k_x = k_x * k_scale * (k_weight.to(tl.float32) + OFFSET)  # [BLOCK_D]
+        k_other = k_other * k_scale * (k_weight_other.to(tl.float32) + OFFSET)  # [BLOCK_D]
     k_newest = (k_x * cos + k_other * sin).to(dtype)  # [BLOCK_D]
     v_newest = tl.load(k_ptr + NUM_KV_HEADS * HEAD_DIM + dims, mask=newest_mask, other=0.0)
     v_newest = v_newest.to(dtype)  # [BLOCK_D]
@@ -361,6 +391,8 @@ def launch(
     partial_out: torch.Tensor,
     partial_lse: torch.Tensor,
     counters: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     num_seqs: int,
 ) -> None:
     """Append the newest token of the first `num_seqs` sequences and write what it attends to."""
@@ -378,6 +410,8 @@ def launch(
         partial_out,
         partial_lse,
         counters,
+        q_weight,
+        k_weight,
         block_table.stride(0),
         **SHAPE,
         **SCHEDULE,
