@@ -49,6 +49,7 @@ class ModelConfig:
 
     `qkv_bias` says whether q, k and v have biases, `output_bias` whether attention's output
     projection has one. `sliding_window` is None where attention sees the whole context.
+    `no_rope_layers` are the indices of the layers that rotate nothing.
     `unknown_keys` are the config's keys that nobody reads and nobody listed as harmless; they are
     for display.
     """
@@ -73,6 +74,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     sliding_window: int | None = None
+    no_rope_layers: tuple[int, ...] = ()
     unknown_keys: tuple[str, ...] = ()
 
 
@@ -97,6 +99,8 @@ class _Defaults:
     tie_word_embeddings: bool = False
     bos_token_id: int | None = 1
     eos_token_id: int | None = 2
+    no_rope_layer_interval: int | None = None  # None: every layer has RoPE
+    unheeded_keys: tuple[str, ...] = ()  # without a meaning in this architecture
 
 
 _DEFAULTS: dict[str, _Defaults] = {
@@ -124,6 +128,19 @@ _DEFAULTS: dict[str, _Defaults] = {
         bos_token_id=None,
         eos_token_id=None,
     ),
+    "SmolLM3ForCausalLM": _Defaults(
+        "smollm3",
+        32768,
+        num_kv_heads=4,
+        use_sliding_window=False,
+        bias_keys=("attention_bias", "mlp_bias"),
+        rope_theta=2000000.0,
+        tie_word_embeddings=True,
+        bos_token_id=128000,
+        eos_token_id=128001,
+        no_rope_layer_interval=4,
+        unheeded_keys=("pretraining_tp",),
+    ),
 }
 
 # Keys that would change the maths: accepted only with a value under which they change nothing.
@@ -143,7 +160,6 @@ _ONLY_NEUTRAL: dict[str, tuple[object, ...]] = {
     "logit_scale": (None, 1),
     "logits_scaling": (None, 1),
     "mrope_section": (None,),
-    "no_rope_layers": (None, []),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "parallel_attn": (None, False),
@@ -245,7 +261,7 @@ def from_hf(config: Mapping[str, object]) -> ModelConfig:
     num_layers = reader.positive_int("num_hidden_layers")
     attention_bias = _read_bias(reader, "attention_bias", architecture, defaults)
     _check_layer_types(reader, num_layers)
-    _check_only_neutral(reader)
+    _check_only_neutral(reader, defaults.unheeded_keys if defaults else ())
     rope, unknown_rope_keys = _read_rope(reader, head_dim, max_positions, defaults)
 
     model = ModelConfig(
@@ -275,6 +291,7 @@ def from_hf(config: Mapping[str, object]) -> ModelConfig:
         ),
         bos_token_id=_read_bos(reader, defaults),
         sliding_window=_read_sliding_window(reader, max_positions, defaults),
+        no_rope_layers=_read_no_rope_layers(reader, num_layers, defaults),
     )
     return replace(model, unknown_keys=reader.unread() + unknown_rope_keys)
 
@@ -447,10 +464,14 @@ def _read_head_dim(
     return hidden_size // num_heads
 
 
-def _check_only_neutral(reader: _Reader) -> None:
+def _check_only_neutral(reader: _Reader, unheeded: Sequence[str]) -> None:
     for key, accepted in _ONLY_NEUTRAL.items():
         value = reader.get(key)
-        if value is not None and not any(_same(value, neutral) for neutral in accepted):
+        if (
+            value is not None
+            and key not in unheeded
+            and not any(_same(value, neutral) for neutral in accepted)
+        ):
             _unsupported(key, value, accepted)
 
 
@@ -522,6 +543,27 @@ def _read_sliding_window(
         remedy=f"Contexts of up to {value} tokens never leave the window: to serve those, set "
         f'"max_position_embeddings": {value} and "sliding_window": null in config.json.',
     )
+
+
+def _read_no_rope_layers(
+    reader: _Reader, num_layers: int, defaults: _Defaults | None
+) -> tuple[int, ...]:
+    """Give the layers without RoPE: those that the list marks 0, or one in every interval."""
+    flags = reader.get("no_rope_layers")
+    if defaults is None or defaults.no_rope_layer_interval is None:
+        if flags not in (None, []):
+            _unsupported("no_rope_layers", flags, (None, []))
+        return ()
+    interval = reader.positive_int("no_rope_layer_interval", defaults.no_rope_layer_interval)
+    if flags is None:
+        flags = [int((index + 1) % interval != 0) for index in range(num_layers)]
+    if (
+        not isinstance(flags, list)
+        or len(flags) < num_layers
+        or any(flag not in (0, 1) for flag in flags)
+    ):
+        _bad_value("no_rope_layers", flags, f"a list of {num_layers} ones and zeros, or null")
+    return tuple(index for index in range(num_layers) if not flags[index])
 
 
 def _check_layer_types(reader: _Reader, num_layers: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from treadle.ir.builder import GraphBuilder
 from treadle.ir.errors import SpecError
 from treadle.ir.graph import Graph
-from treadle.models import llama, phi3, qwen3
+from treadle.models import llama, phi3, qwen3, smollm3
 from treadle.models.config import ModelConfig, architecture_of, from_hf
 
 
@@ -29,6 +29,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("llama", llama.ARCHITECTURES, llama.build),
     Family("phi3", phi3.ARCHITECTURES, phi3.build),
     Family("qwen3", qwen3.ARCHITECTURES, qwen3.build),
+    Family("smollm3", smollm3.ARCHITECTURES, smollm3.build),
 )
 
 

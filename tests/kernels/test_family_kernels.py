@@ -26,6 +26,7 @@ CHANGES: dict[str, dict[str, object]] = {
         "partial_rotary_factor": 0.75,
     },
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128},
+    "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "head_dim": 128},
 }
 
 

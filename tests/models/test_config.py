@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -60,7 +67,7 @@ MISTRAL_7B_V3 = """{"architectures": ["MistralForCausalLM"], "attention_dropout"
  "sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
  "transformers_version": "4.42.0.dev0", "use_cache": true, "vocab_size": 32768}"""
 
-JUDGES = [LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config]
+JUDGES = [LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config, SmolLM3Config]
 
 
 def hf(**changes: object) -> dict[str, Any]:
