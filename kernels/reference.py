@@ -591,7 +591,7 @@ def sample(
     """
     largest, choice = _largest(logits)  # [B] each
     tokens = choice.tolist()
-    faulty = (~largest.isfinite()).tolist()
+    faulty = [not math.isfinite(value) for value in largest.tolist()]
     temperatures = temperature.tolist()
     last_tokens: dict[int, int] = {}
     for seq, (row, index) in enumerate(zip(seq_rows.tolist(), sample_index.tolist(), strict=True)):
@@ -612,9 +612,9 @@ def sample(
                 uniform=philox_uniform(int(seed[row]), int(length[row])),
             )
         last_tokens[row] = max(tokens[seq], 0)
-    if last_tokens:
-        stored = torch.tensor(list(last_tokens.values()), dtype=torch.int32, device=logits.device)
-        last_token[list(last_tokens)] = stored  # [N]
+    rows = torch.tensor(list(last_tokens), dtype=torch.int64, device=logits.device)  # [N]
+    stored = torch.tensor(list(last_tokens.values()), dtype=torch.int32, device=logits.device)
+    last_token.index_copy_(0, rows, stored)
     return torch.tensor(tokens, dtype=torch.int32, device=logits.device)  # [B]
 
 
@@ -628,8 +628,8 @@ def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     chunk = math.gcd(vocab_size, 256)
     chunks = logits.view(num_rows, -1, chunk)  # [B, V / chunk, chunk]
     largest, place = chunks.amax(dim=-1).max(dim=-1)  # [B] each
-    within = chunks[torch.arange(num_rows, device=logits.device), place]  # [B, chunk]
-    return largest, place * chunk + within.argmax(dim=-1)
+    within = chunks.gather(1, place[:, None, None].expand(-1, 1, chunk))  # [B, 1, chunk]
+    return largest, place * chunk + within.squeeze(1).argmax(dim=-1)
 
 
 def _draw(
