@@ -80,6 +80,7 @@ def compile_binaries(
     Raises: KernelError: the first kernel that does not compile; names it and why. MachineError: the
     disk is full.
     """
+    report(f"compiling {len(jobs)} kernels")
     for number, outcome in enumerate(compile_many(jobs, triton_cache=triton_cache), start=1):
         if outcome.blames_machine:
             raise MachineError(
@@ -93,7 +94,8 @@ def compile_binaries(
                 f"{outcome.error}",
                 remedy="This is a fault of Treadle; please report it with the kernel's file.",
             )
-        report(f"compiling kernels ({number} of {len(jobs)})")
+        if number * 4 // len(jobs) > (number - 1) * 4 // len(jobs):  # four lines, not hundreds
+            report(f"compiling kernels ({number} of {len(jobs)} done)")
         yield outcome
 
 
