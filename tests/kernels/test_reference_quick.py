@@ -14,8 +14,13 @@ NUM_TOKENS = [1, 2, 33]
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare within the rounding of fp32 sums of a few hundred terms."""
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
+    """Compare within the rounding of fp32 sums of a few hundred terms.
+
+    What cancels in a sum or is gated leaves the rounding of its largest terms, so the scale is that
+    of the largest results and not of each one.
+    """
+    scale = max(1.0, float(expected.abs().max()))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6 * scale)
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:

@@ -182,8 +182,11 @@ class Interrupting(io.StringIO):
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_chat(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    # Whoever starts the tests in the background may have told them to ignore Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     scripts = {"[[S1]]": ["again"], "[[S2]]": ["two", EOS]}
     endless = make_script(tmp_path / "model", scripts, window=4096)
     out = str(tmp_path / "artifact")
