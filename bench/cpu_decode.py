@@ -283,8 +283,8 @@ def describe(row: Row) -> str:
     """Say a row in one line."""
     stated = row.conditions
     return (
-        f"{row.case}: {row.value:.1f} tokens/s; {stated['best_peer']} {max(row.peers.values()):.1f}: "
-        f"{stated['ratio']}x, with prompt {stated['ratio_with_prompt']}x; "
+        f"{row.case}: {row.value:.1f} tokens/s; "
+        f"{stated['best_peer']} {max(row.peers.values()):.1f}: {stated['ratio']}x, with prompt {stated['ratio_with_prompt']}x; "
         f"memory allows {row.floor:.0f}; same answers: {stated['same_answers']}; "
         f"load {stated['load']}"
     )
