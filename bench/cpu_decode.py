@@ -284,7 +284,8 @@ def describe(row: Row) -> str:
     stated = row.conditions
     return (
         f"{row.case}: {row.value:.1f} tokens/s; "
-        f"{stated['best_peer']} {max(row.peers.values()):.1f}: {stated['ratio']}x, with prompt {stated['ratio_with_prompt']}x; "
+        f"{stated['best_peer']} {max(row.peers.values()):.1f}: {stated['ratio']}x, "
+        f"with prompt {stated['ratio_with_prompt']}x; "
         f"memory allows {row.floor:.0f}; same answers: {stated['same_answers']}; "
         f"load {stated['load']}"
     )
