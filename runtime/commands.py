@@ -234,11 +234,11 @@ def make_engine(
     path: Path,
     options: ServeOptions,
     progress: str,
-    on_loaded: Callable[[LoadedModel], None] | None = None,
+    on_ready: Callable[[LoadedModel], None] | None = None,
 ) -> Engine:
     """Give an engine that will load the artifact when started, and show its progress.
 
-    `on_loaded` tells about the model; without it only what is odd about the weights is told.
+    `on_ready` tells about the model; without it only what is odd about the weights is told.
     """
 
     def load(set_phase: Report) -> LoadedModel:
@@ -248,11 +248,9 @@ def make_engine(
                 set_phase(phase)
                 report(phase)
 
-            model = load_model(path, options, tell)
-        (on_loaded or _tell_warning)(model)
-        return model
+            return load_model(path, options, tell)
 
-    return Engine(artifacts.read_manifest(path).model_name, load)
+    return Engine(artifacts.read_manifest(path).model_name, load, on_ready or _tell_warning)
 
 
 def _tell_warning(model: LoadedModel) -> None:

@@ -159,16 +159,21 @@ class Generation:
 class Engine:
     """Serve one loaded model; `load` runs in the worker and reports what it does, phase by phase.
 
+    `on_ready` is told of the model once requests are accepted, also in the worker.
     Raises from `start`: whatever `load` raised.
     """
 
     def __init__(
-        self, model_name: str, load: Callable[[Callable[[str], None]], LoadedModel]
+        self,
+        model_name: str,
+        load: Callable[[Callable[[str], None]], LoadedModel],
+        on_ready: Callable[[LoadedModel], None] = lambda model: None,
     ) -> None:
         self.model_name = model_name
         self.phase = "starting"
         self.failure: TreadleError | None = None
         self._load = load
+        self._on_ready = on_ready
         self._model: LoadedModel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._worker: threading.Thread | None = None
@@ -336,6 +341,7 @@ class Engine:
             self._model = self._load(self._set_phase)
             self.phase = "ready"
             self._update_stats()
+            self._on_ready(self._model)
         except BaseException as error:  # reported through start(), which re-raises it
             self.phase = "failed"
             loop.call_soon_threadsafe(_fail, started, error)

@@ -64,11 +64,11 @@ def run_serve(
         addresses.append(url)
         print(f"listening at {url}; {url}/ready says when the model is loaded", flush=True)
 
-    def on_loaded(model: LoadedModel) -> None:
+    def on_ready(model: LoadedModel) -> None:
         keys = "needed" if server_options.api_keys else "none: anyone who reaches it may use it"
         rows = [*model.summary.items(), ("API key", keys), ("ready", f"{addresses[0]}/v1")]
         print_table(rows)
         sys.stdout.flush()
 
-    engine = make_engine(path, serve_options, progress, on_loaded)
+    engine = make_engine(path, serve_options, progress, on_ready)
     run_server(engine, host, port, drain_s, options=server_options, on_listening=on_listening)
