@@ -15,7 +15,7 @@ from typing import Any
 
 import treadle
 from treadle.ir import knobs, pipeline
-from treadle.ir.errors import ArtifactError, CheckpointError, ConfigError
+from treadle.ir.errors import ArtifactError, ConfigError
 from treadle.ir.graph import Graph
 from treadle.ir.text import print_graph
 from treadle.models.config import ModelConfig
@@ -54,6 +54,8 @@ FORMS = {
     "mixed": Form("mixed"),
 }
 DEFAULT_WINDOW_TOKENS = 8192  # of a model whose own window is larger, unless asked otherwise
+# Any of these makes a folder one with a tokenizer.
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -198,14 +200,15 @@ def compile_model(
 def _copy_tokenizer(checkpoint: Checkpoint, folder: Path, report: Report) -> None:
     """Give the artifact the tokenizer in the form that loads fastest.
 
-    A checkpoint without one still compiles, for `verify` and benchmarks; serving says what lacks.
+    A folder without one still compiles, for `verify` and benchmarks; serving says what lacks.
+    Raises: CheckpointError: there is one, and it can't be used.
     """
-    try:
-        tokenizer = Tokenizer.from_source(checkpoint)
-    except CheckpointError as error:
-        report(f"no tokenizer: {error.message}")
+    if checkpoint.kind == "safetensors" and not any(
+        (checkpoint.path / name).exists() for name in VOCABULARY_FILES
+    ):
+        report(f"no tokenizer: none of {', '.join(VOCABULARY_FILES)} in {checkpoint.path}")
         return
-    tokenizer.save(folder / TOKENIZER)
+    Tokenizer.from_source(checkpoint).save(folder / TOKENIZER)
 
 
 def _compile_kernels(

@@ -198,18 +198,24 @@ LOOM = {"type": "loom"}  # a kind that no tokenizer is of
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda model: (model / "tokenizer.json").unlink(),
         lambda model: os.truncate(model / "tokenizer.json", 3000),
         lambda model: edit_json(model / "tokenizer.json", {"model": LOOM}),
         lambda model: edit_json(model / "tokenizer.json", {"decoder": LOOM}),
         lambda model: os.truncate(model / "tokenizer_config.json", 50),
     ],
-    ids=["missing", "truncated", "of an unknown model", "of an unknown decoder", "config"],
+    ids=["truncated", "of an unknown model", "of an unknown decoder", "config"],
 )
-def test_a_tokenizer_that_can_not_be_loaded_is_told_when_text_is_asked_for(
+def test_a_tokenizer_that_can_not_be_loaded_stops_the_compiler(
     damage: Callable[[Path], object], model: Path, tmp_path: Path, refused: Refused
 ) -> None:
     damage(model)
+    refused(compile_command(model, tmp_path / "artifact"), 1, f"from {model}: ", "tokenizer.json")
+
+
+def test_a_model_without_a_tokenizer_compiles_and_says_what_it_lacks_when_asked_for_text(
+    model: Path, tmp_path: Path, refused: Refused
+) -> None:
+    (model / "tokenizer.json").unlink()
     assert cli.run(compile_command(model, tmp_path / "artifact")) == 0
     refused(generate_command(tmp_path / "artifact"), 1, f"from {model}: ", "tokenizer.json")
 
