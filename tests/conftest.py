@@ -57,6 +57,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # A process either compiles kernels or interprets them.
+    if item.get_closest_marker("interpreted") and item.config.getoption("--device") == "cuda":
+        pytest.skip("needs Triton's interpreter: run without --device cuda")
+
+
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
     """Give the device that kernels run on: `cpu` (Triton's interpreter) unless `--device cuda`."""

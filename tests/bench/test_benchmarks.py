@@ -47,6 +47,7 @@ def test_a_benchmark_says_how_it_is_run(
     assert "Run: " in capsys.readouterr().out
 
 
+@pytest.mark.interpreted
 def test_kernels_are_timed_beside_their_peers(tmp_path: Path) -> None:
     sizes = ["--batches", "2", "--prompts", "1x16", "--context", "8"]
     kernels.main(["--model", "tiny", *sizes, *INTERPRET, *SMALL, str(tmp_path)])
@@ -77,6 +78,7 @@ def test_what_goals_are_set_for_is_summed_up() -> None:
     }
 
 
+@pytest.mark.interpreted
 def test_a_step_of_prompts_is_timed(tmp_path: Path) -> None:
     prefill.main(["--models", "tiny", "--prompts", "1x16", *INTERPRET, *SMALL, str(tmp_path)])
     row = read(tmp_path, "prefill")["tiny 1x16"]

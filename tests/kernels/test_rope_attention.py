@@ -84,7 +84,11 @@ class Step:
                 for x, weight in zip((q, k), self.norm_weights, strict=True)
             )
         positions = (inputs.context_lens - 1).clamp(min=0)
-        q, k = (reference.rope(x, positions, self.cos_sin, head_dim=head_dim) for x in (q, k))
+        # Rounded once, after norm and rotation, as the kernel does it.
+        q, k = (
+            reference.rope(x, positions, self.cos_sin, head_dim=head_dim).to(self.qkv.dtype)
+            for x in (q, k)
+        )
         k_cache, v_cache = inputs.k_cache.clone(), inputs.v_cache.clone()
         rows = (inputs.seq_rows, inputs.block_table)
         token_seq = torch.arange(inputs.num_seqs, dtype=torch.int32, device=q.device)

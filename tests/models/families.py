@@ -22,7 +22,7 @@ from treadle.runtime import verify
 from treadle.runtime.checkpoint import open_checkpoint
 from treadle.runtime.loading import ServeOptions, load_artifact
 
-TARGETS = ["reference", "interpret"]
+INTERPRETED = pytest.mark.interpreted
 NUM_TOKENS = 32
 
 
@@ -45,11 +45,11 @@ class FamilyTests:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         names = metafunc.fixturenames
         if "target" in names:
-            pairs = [(case, target) for target in TARGETS for case in self.cases]
-            if "greedy" in metafunc.function.__name__:
-                # Interpreted steps are slow: one case, of one layer; logits are of all.
-                pairs = [(case, "reference") for case in self.cases]
-                pairs.append((next(iter(self.cases)), "interpret"))
+            # Interpreted steps are slow: tokens of one case, of one layer; logits of all.
+            few = "greedy" in metafunc.function.__name__
+            interpreted = list(self.cases)[: 1 if few else None]
+            pairs = [pytest.param(case, "reference") for case in self.cases]
+            pairs += [pytest.param(case, "interpret", marks=INTERPRETED) for case in interpreted]
             metafunc.parametrize(("case", "target"), pairs)
         elif "case" in names:
             metafunc.parametrize("case", self.cases)

@@ -8,10 +8,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from treadle.runtime.compiler import CompileOptions, compile_model
 from treadle.runtime.engine import Engine
 from treadle.runtime.loading import ServeOptions, load_model
 from treadle.runtime.request import Delta, SamplingParams, collect
+
+# Targets that need no GPU, to parametrize `target` with.
+TARGETS = [
+    "reference",
+    pytest.param("interpret", marks=pytest.mark.interpreted),
+]
 
 
 def compile_tiny(model: Path, out: Path, **options: Any) -> Path:

@@ -177,6 +177,7 @@ class StaleChoices(dict[str, Choice]):
         return Choice("gemv", {"BLOCK_N": 7})
 
 
+@pytest.mark.interpreted
 def test_compiling_tells_once_of_each_tuned_schedule_that_is_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

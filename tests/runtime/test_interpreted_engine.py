@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import load_oracle, make_llama, oracle_greedy, oracle_logits
-from tests.runtime.serving import answers, compile_tiny, serving
+from tests.runtime.serving import TARGETS, answers, compile_tiny, serving
 from tests.runtime.test_engine import VARIANTS
 from treadle.runtime import verify
 from treadle.runtime.loading import ServeOptions, load_artifact
@@ -18,7 +18,7 @@ from treadle.runtime.loading import ServeOptions, load_artifact
 NUM_TOKENS = 64
 
 
-@pytest.mark.parametrize("target", ["reference", "interpret"])
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_within_a_thousandth_of_transformers(
     tmp_path: Path, rng_seed: int, variant: str, target: str
@@ -35,6 +35,7 @@ def test_logits_are_within_a_thousandth_of_transformers(
     assert torch.isfinite(found).all()
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("variant", ["plain", "biased", "ratio 3, head 24"])
 def test_interpreted_tokens_are_those_of_transformers(
     tmp_path: Path, rng_seed: int, variant: str

@@ -126,6 +126,7 @@ def test_they_do_not_change_what_is_drawn_nor_when_pages_run_out(
         check_against(oracle, prompt, found, 2)
 
 
+@pytest.mark.interpreted
 def test_emitted_kernels_give_them_too(tmp_path: Path, rng_seed: int) -> None:
     model = make_llama(tmp_path / "model", seed=rng_seed % 1000, num_layers=1)
     artifact = compile_tiny(

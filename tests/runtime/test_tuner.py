@@ -161,6 +161,7 @@ def test_a_schedule_is_written_short() -> None:
     assert schedule_text("gemv", schedule) == "gemv ROWS=1 N=16 pdl w8"
 
 
+@pytest.mark.interpreted
 def test_the_stopwatch_times_interpreted_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

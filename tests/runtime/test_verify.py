@@ -66,6 +66,7 @@ def edit_kernel(artifact: Path, name: str, edit: Callable[[str], str]) -> None:
     finish_manifest(artifact, manifest)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("step", "bucket"), [("mixed", 16), ("decode", 1), ("decode", 2)])
 def test_every_kernel_of_a_sound_model_passes(
     tmp_path: Path, rng_seed: int, step: str, bucket: int
@@ -82,6 +83,7 @@ def test_every_kernel_of_a_sound_model_passes(
     )
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("bucket", [1, 2])
 def test_a_kernel_that_appends_and_then_attends_is_checked_on_both(
     tmp_path: Path, rng_seed: int, bucket: int, monkeypatch: pytest.MonkeyPatch
@@ -99,6 +101,7 @@ def test_a_kernel_that_appends_and_then_attends_is_checked_on_both(
     assert {each.result for each in failed} == {"layers.0.attended", "kv.0"}
 
 
+@pytest.mark.interpreted
 def test_a_wrong_kernel_fails_under_the_name_of_its_op(tmp_path: Path, rng_seed: int) -> None:
     artifact = compile_kernels(tmp_path, rng_seed)
     edit_kernel(artifact, "rms_norm", lambda text: text.replace("EPS=1e-0", "EPS=1e+0"))
@@ -111,6 +114,7 @@ def test_a_wrong_kernel_fails_under_the_name_of_its_op(tmp_path: Path, rng_seed:
     assert {each.kernel.partition(".")[0] for each in failed} == {"rms_norm"}
 
 
+@pytest.mark.interpreted
 @pytest.mark.filterwarnings("ignore:invalid value")  # the poison is read by all that follow
 def test_a_kernel_that_does_nothing_is_the_first_to_fail(tmp_path: Path, rng_seed: int) -> None:
     artifact = compile_kernels(tmp_path, rng_seed)
@@ -121,6 +125,7 @@ def test_a_kernel_that_does_nothing_is_the_first_to_fail(tmp_path: Path, rng_see
     assert failed[0].op == "embedded"
 
 
+@pytest.mark.interpreted
 def test_a_kernel_that_spoils_the_cache_fails(tmp_path: Path, rng_seed: int) -> None:
     artifact = compile_kernels(tmp_path, rng_seed)
     edit_kernel(artifact, "rope_kv_write", lambda text: text.replace("PAGE_SIZE=16", "PAGE_SIZE=8"))
