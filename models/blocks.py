@@ -1,4 +1,4 @@
-"""The blocks that decoder specs are made of: named weights, attention, feed-forward, head.
+"""The blocks that decoder specs are made of: layers, norms, attention, feed-forward, head.
 
 Differences between families are arguments. Called by the specs; knows the builder, not the
 compiler.
@@ -6,73 +6,131 @@ compiler.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from treadle.ir.builder import GraphBuilder
 from treadle.ir.graph import Graph, Value
 from treadle.models.config import ModelConfig
+from treadle.models.rope import rope_attention_factor, rope_inverse_frequencies
+
+
+@dataclass(frozen=True)
+class Names:
+    """Say what a checkpoint calls its layers and what stands around them; by default as Llama's."""
+
+    embed: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+
+
+LLAMA_NAMES = Names()
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Name the weights of a layer: `layers.3.qkv` in graphs, `model.layers.3.…` in checkpoints."""
+    """Write the ops of one layer and name its weights.
+
+    The weights of layer 3 are `layers.3.qkv` in graphs, `model.layers.3.…` in checkpoints.
+    """
 
     b: GraphBuilder
+    config: ModelConfig
     index: int
+    names: Names
 
-    def norm(self, x: Value, module: str, *, eps: float) -> Value:
+    def norm(self, x: Value, module: str) -> Value:
         """Normalise by the weight of `module`, `input_layernorm` for example."""
-        checkpoint_name = f"model.layers.{self.index}.{module}.weight"
-        weight = self.b.weight(f"layers.{self.index}.{module}", checkpoint_name, x.type.size(-1))
-        return self.b.rms_norm(x, weight, eps=eps, name=module)
+        weight = f"layers.{self.index}.{module}"
+        return _norm(self.b, self.config, x, f"{self._at}.{module}", weight=weight, name=module)
 
-    def head_norm(self, x: Value, module: str, *, head_dim: int, eps: float) -> Value:
+    def head_norm(self, x: Value, module: str) -> Value:
         """Normalise each head by the weight of `module`, `self_attn.q_norm` for example."""
-        checkpoint_name = f"model.layers.{self.index}.{module}.weight"
         name = module.rpartition(".")[2]
-        weight = self.b.weight(f"layers.{self.index}.{name}", checkpoint_name, head_dim)
-        return self.b.head_norm(x, weight, eps=eps, name=name)
+        weight = self.b.weight(
+            f"layers.{self.index}.{name}", f"{self._at}.{module}.weight", self.config.head_dim
+        )
+        return self.b.head_norm(x, weight, eps=self.config.norm_eps, name=name)
 
     def project(self, x: Value, name: str, modules: Mapping[str, int], *, bias: bool) -> Value:
         """Multiply by the weights of `modules`, joined in order; the numbers are their rows."""
-        at = f"model.layers.{self.index}"
-        weights = {f"{at}.{module}.weight": rows for module, rows in modules.items()}
-        biases = {f"{at}.{module}.bias": rows for module, rows in modules.items()}
+        weights = {f"{self._at}.{module}.weight": rows for module, rows in modules.items()}
+        biases = {f"{self._at}.{module}.bias": rows for module, rows in modules.items()}
         weight = self.b.weight(f"layers.{self.index}.{name}", weights, x.type.size(-1))
         bias_value = self.b.weight(f"layers.{self.index}.{name}_bias", biases) if bias else None
         return self.b.linear(x, weight, bias_value, name=name)
+
+    @property
+    def _at(self) -> str:
+        return f"{self.names.layers}.{self.index}"
+
+
+def decoder(
+    b: GraphBuilder,
+    config: ModelConfig,
+    block: Callable[[Layer, Value], Value],
+    *,
+    names: Names = LLAMA_NAMES,
+) -> Graph:
+    """Describe a step: embed the tokens, pass them through a block per layer, sample.
+
+    `block` takes a layer and the stream before it, and gives the stream after it.
+    """
+    x = b.embed(b.weight("embed", f"{names.embed}.weight", config.vocab_size, config.hidden_size))
+    for index in range(config.num_layers):
+        b.scope(f"layers.{index}")
+        x = block(Layer(b, config, index, names), x)
+    b.scope("")
+    x = b.last_rows(x, name="last")
+    x = _norm(b, config, x, names.norm, weight="norm", name="normed")
+    return b.finish(_head(b, config, x, names))
+
+
+def rope_table(b: GraphBuilder, config: ModelConfig) -> Value:
+    """Declare the cosines and sines of the config's RoPE."""
+    frequencies = rope_inverse_frequencies(config.rope, config.head_dim)
+    return b.rope_table("rope", frequencies, rope_attention_factor(config.rope))
+
+
+def rope_tables(b: GraphBuilder, config: ModelConfig) -> Sequence[Value]:
+    """Declare a table for each layer, the same for those that rotate, zeros for those that don't.
+
+    Rotating by angles of zero changes nothing, so that all layers share their kernels.
+    """
+    without = config.no_rope_layers
+    tables = {}
+    if len(without) < config.num_layers:
+        tables[True] = rope_table(b, config)
+    if without:
+        pairs = config.rope.rotary_dim // 2
+        tables[False] = b.rope_table("no_rope", (0.0,) * pairs, 1.0)
+    return [tables[index not in without] for index in range(config.num_layers)]
 
 
 def rotary_attention(
     layer: Layer,
     x: Value,
-    config: ModelConfig,
     table: Value,
     *,
+    modules: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    output: str = "self_attn.o_proj",
     has_head_norms: bool = False,
-    joined_module: str = "",
 ) -> Value:
     """Project to q, k and v, rotate, attend through the layer's pages and project back.
 
-    With `has_head_norms` the heads of q and k are normalised before they are rotated.
-    `joined_module` holds q, k and v as one tensor, where the checkpoint has them so.
+    `modules` are those of q, k and v, or the one that holds all three. With `has_head_norms` the
+    heads of q and k are normalised before they are rotated.
     """
-    b, head_dim = layer.b, config.head_dim
+    b, config = layer.b, layer.config
+    head_dim = config.head_dim
     q_width, kv_width = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    modules = {
-        "self_attn.q_proj": q_width,
-        "self_attn.k_proj": kv_width,
-        "self_attn.v_proj": kv_width,
-    }
-    if joined_module:
-        modules = {joined_module: q_width + 2 * kv_width}
-    qkv = layer.project(x, "qkv", modules, bias=config.qkv_bias)
+    rows = _rows_of(modules, (q_width, kv_width, kv_width))
+    qkv = layer.project(x, "qkv", rows, bias=config.qkv_bias)
     q, k, v = b.split(qkv, q_width, kv_width, kv_width, name="q k v")
     if has_head_norms:
-        eps = config.rms_norm_eps
-        q = layer.head_norm(q, "self_attn.q_norm", head_dim=head_dim, eps=eps)
-        k = layer.head_norm(k, "self_attn.k_norm", head_dim=head_dim, eps=eps)
+        q = layer.head_norm(q, "self_attn.q_norm")
+        k = layer.head_norm(k, "self_attn.k_norm")
     attended = b.attention(
         b.rope(q, table, head_dim=head_dim, name="q_rope"),
         b.rope(k, table, head_dim=head_dim, name="k_rope"),
@@ -84,31 +142,44 @@ def rotary_attention(
         scale=head_dim**-0.5,
         name="attended",
     )
-    output = {"self_attn.o_proj": config.hidden_size}
-    return layer.project(attended, "o", output, bias=config.output_bias)
+    return layer.project(attended, "o", {output: config.hidden_size}, bias=config.output_bias)
 
 
-def gated_mlp(layer: Layer, x: Value, config: ModelConfig, *, joined_module: str = "") -> Value:
+def gated_mlp(
+    layer: Layer,
+    x: Value,
+    *,
+    modules: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj"),
+    output: str = "mlp.down_proj",
+) -> Value:
     """Project up twice, gate one half by the other's activation, and project down.
 
-    `joined_module` holds gate and up as one tensor, where the checkpoint has them so.
+    `modules` are those of gate and up, or the one that holds both.
     """
-    modules = {
-        "mlp.gate_proj": config.intermediate_size,
-        "mlp.up_proj": config.intermediate_size,
-    }
-    if joined_module:
-        modules = {joined_module: 2 * config.intermediate_size}
-    gate_up = layer.project(x, "gate_up", modules, bias=config.mlp_bias)
+    config = layer.config
+    rows = _rows_of(modules, (config.intermediate_size, config.intermediate_size))
+    gate_up = layer.project(x, "gate_up", rows, bias=config.mlp_bias)
     gated = layer.b.glu(gate_up, act=config.hidden_act, name="gated")
-    return layer.project(gated, "down", {"mlp.down_proj": config.hidden_size}, bias=config.mlp_bias)
+    return layer.project(gated, "down", {output: config.hidden_size}, bias=config.mlp_bias)
 
 
-def head(b: GraphBuilder, x: Value, config: ModelConfig) -> Graph:
-    """Normalise the rows whose logits are wanted, multiply by the head, tied or not, and sample."""
-    norm = b.weight("norm", "model.norm.weight", config.hidden_size)
-    x = b.rms_norm(b.last_rows(x, name="last"), norm, eps=config.rms_norm_eps, name="normed")
-    tied_to = "model.embed_tokens.weight" if config.tie_word_embeddings else ""
+def _rows_of(modules: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int]:
+    if len(modules) == 1:
+        return {modules[0]: sum(sizes)}
+    return dict(zip(modules, sizes, strict=True))
+
+
+def _norm(
+    b: GraphBuilder, config: ModelConfig, x: Value, module: str, *, weight: str, name: str
+) -> Value:
+    """Normalise rows by the weight of a module, which the graph calls `weight`."""
+    scale = b.weight(weight, f"{module}.weight", x.type.size(-1))
+    return b.rms_norm(x, scale, eps=config.norm_eps, name=name)
+
+
+def _head(b: GraphBuilder, config: ModelConfig, x: Value, names: Names) -> Value:
+    """Multiply by the head, tied or not, which gives the logits."""
+    tied_to = f"{names.embed}.weight" if config.tie_word_embeddings else ""
     shape = (config.vocab_size, config.hidden_size)
-    weight = b.weight("lm_head", "lm_head.weight", *shape, fallback=tied_to)
-    return b.finish(b.linear(x, weight, out_dtype="f32", name="logits"))
+    weight = b.weight("lm_head", f"{names.head}.weight", *shape, fallback=tied_to)
+    return b.linear(x, weight, out_dtype="f32", name="logits")

@@ -12,35 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from treadle.ir.errors import SpecError
+from treadle.models.defaults import DEFAULTS, Defaults
+from treadle.models.rope import ROPE_KINDS, RopeConfig
 
-ROPE_KINDS: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DTYPES: tuple[str, ...] = ("bfloat16", "float16", "float32")
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Describe rotary position embedding: base, rotated width, and how long contexts are reached.
-
-    Only the parameters of `kind` are set; the others keep their neutral defaults.
-    `max_position_embeddings` is the model's window, which `dynamic` scales from.
-    """
-
-    theta: float
-    rotary_dim: int
-    kind: str = "default"
-    factor: float = 1.0
-    max_position_embeddings: int = 0
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,7 +37,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    rms_norm_eps: float
+    norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
     qkv_bias: bool
@@ -77,71 +52,6 @@ class ModelConfig:
     no_rope_layers: tuple[int, ...] = ()
     unknown_keys: tuple[str, ...] = ()
 
-
-@dataclass(frozen=True)
-class _Defaults:
-    """Say what an absent key means for one architecture; the values are transformers' own.
-
-    `bias_keys` are those that the architecture heeds; `has_qkv_bias` says that q, k and v have
-    biases whatever the config says.
-    """
-
-    model_type: str
-    max_position_embeddings: int
-    num_kv_heads: int | None = None  # None: as many as query heads
-    head_dim: int | None = None  # None: hidden size / heads
-    sliding_window: int | None = None
-    use_sliding_window: bool = True
-    bias_keys: tuple[str, ...] = ()
-    has_qkv_bias: bool = False
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    tie_word_embeddings: bool = False
-    bos_token_id: int | None = 1
-    eos_token_id: int | None = 2
-    no_rope_layer_interval: int | None = None  # None: every layer has RoPE
-    unheeded_keys: tuple[str, ...] = ()  # without a meaning in this architecture
-
-
-_DEFAULTS: dict[str, _Defaults] = {
-    "LlamaForCausalLM": _Defaults("llama", 2048, bias_keys=("attention_bias", "mlp_bias")),
-    "MistralForCausalLM": _Defaults("mistral", 131072, num_kv_heads=8, sliding_window=4096),
-    "Qwen2ForCausalLM": _Defaults(
-        "qwen2",
-        32768,
-        num_kv_heads=32,
-        sliding_window=4096,
-        use_sliding_window=False,
-        has_qkv_bias=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    ),
-    "Phi3ForCausalLM": _Defaults("phi3", 4096, rms_norm_eps=1e-5, eos_token_id=32000),
-    "Qwen3ForCausalLM": _Defaults(
-        "qwen3",
-        32768,
-        num_kv_heads=32,
-        head_dim=128,
-        sliding_window=4096,
-        use_sliding_window=False,
-        bias_keys=("attention_bias",),
-        bos_token_id=None,
-        eos_token_id=None,
-    ),
-    "SmolLM3ForCausalLM": _Defaults(
-        "smollm3",
-        32768,
-        num_kv_heads=4,
-        use_sliding_window=False,
-        bias_keys=("attention_bias", "mlp_bias"),
-        rope_theta=2000000.0,
-        tie_word_embeddings=True,
-        bos_token_id=128000,
-        eos_token_id=128001,
-        no_rope_layer_interval=4,
-        unheeded_keys=("pretraining_tp",),
-    ),
-}
 
 # Keys that would change the maths: accepted only with a value under which they change nothing.
 # fmt: off
@@ -249,7 +159,7 @@ def from_hf(config: Mapping[str, object]) -> ModelConfig:
     """
     reader = _Reader(config)
     architecture = _read_architecture(reader)
-    defaults = _DEFAULTS.get(architecture)
+    defaults = DEFAULTS.get(architecture)
 
     hidden_size = reader.positive_int("hidden_size")
     num_heads = reader.positive_int("num_attention_heads")
@@ -273,9 +183,7 @@ def from_hf(config: Mapping[str, object]) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         intermediate_size=reader.positive_int("intermediate_size"),
-        rms_norm_eps=reader.positive_number(
-            "rms_norm_eps", defaults.rms_norm_eps if defaults else None
-        ),
+        norm_eps=reader.positive_number("rms_norm_eps", defaults.norm_eps if defaults else None),
         max_position_embeddings=max_positions,
         tie_word_embeddings=reader.boolean(
             "tie_word_embeddings", defaults.tie_word_embeddings if defaults else None
@@ -299,69 +207,6 @@ def from_hf(config: Mapping[str, object]) -> ModelConfig:
 def architecture_of(config: Mapping[str, object]) -> str:
     """Read the architecture's name only. Raises: SpecError: there is none, or two disagree."""
     return _read_architecture(_Reader(config))
-
-
-def rope_inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[float, ...]:
-    """Compute the angle per position of each rotated pair, in radians.
-
-    Formula:
-        default: f_i = theta^(-2i / rotary_dim), i = 0 … rotary_dim/2 - 1
-        linear:  f_i / factor
-        llama3:  f_i where the wavelength 2π/f_i is below C/high, f_i / factor where above C/low, in
-            between (1-s) f_i/factor + s f_i, s = (C f_i/2π - low) / (high - low); C is the original
-            window.
-    Numerics: in double precision; round to float32 last.
-    Raises:
-        SpecError: the kind is not supported yet, or the rotated width does not fit `head_dim`.
-    Source: transformers `modeling_rope_utils.py`; llama3 from Meta's Llama 3.1 reference code.
-    """
-    if rope.rotary_dim > head_dim or rope.rotary_dim % 2 or rope.rotary_dim <= 0:
-        raise SpecError(
-            f"RoPE must rotate an even number of at most `head_dim` = {head_dim} elements; "
-            f"found `rotary_dim` = {rope.rotary_dim}.",
-            remedy="Check `head_dim` and `partial_rotary_factor` in the config.",
-        )
-    plain = tuple(rope.theta ** (-2 * i / rope.rotary_dim) for i in range(rope.rotary_dim // 2))
-    if rope.kind == "default":
-        return plain
-    if rope.kind == "linear":
-        return tuple(frequency / rope.factor for frequency in plain)
-    if rope.kind == "llama3":
-        return tuple(_scale_llama3(frequency, rope) for frequency in plain)
-    _rope_not_supported_yet(rope.kind)
-
-
-def rope_attention_factor(rope: RopeConfig) -> float:
-    """Compute the factor that cosines and sines are multiplied by (1 for most kinds).
-
-    Raises:
-        SpecError: the kind is not supported yet.
-    """
-    if rope.kind in ("default", "linear", "llama3"):
-        return 1.0
-    _rope_not_supported_yet(rope.kind)
-
-
-def _scale_llama3(frequency: float, rope: RopeConfig) -> float:
-    original = rope.original_max_position_embeddings
-    assert original is not None, "a llama3 RopeConfig is always built with the original window"
-    wavelength = 2 * math.pi / frequency
-    if wavelength < original / rope.high_freq_factor:
-        return frequency
-    if wavelength > original / rope.low_freq_factor:
-        return frequency / rope.factor
-    smooth = (original / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    return (1 - smooth) * frequency / rope.factor + smooth * frequency
-
-
-def _rope_not_supported_yet(kind: str) -> NoReturn:
-    raise SpecError(
-        f"RoPE scaling must be of type `default`, `linear` or `llama3`; found `{kind}`, which "
-        "is not supported yet.",
-        remedy="Use a checkpoint with one of these.",
-    )
 
 
 class _Reader:
@@ -413,7 +258,7 @@ class _Reader:
 def _read_architecture(reader: _Reader) -> str:
     names = reader.get("architectures")
     model_type = reader.get("model_type")
-    by_type = {defaults.model_type: name for name, defaults in _DEFAULTS.items()}
+    by_type = {defaults.model_type: name for name, defaults in DEFAULTS.items()}
     if names is None and isinstance(model_type, str) and model_type in by_type:
         return by_type[model_type]
     if not isinstance(names, Sequence) or isinstance(names, str) or len(names) != 1:
@@ -421,7 +266,7 @@ def _read_architecture(reader: _Reader) -> str:
     architecture = names[0]
     if not isinstance(architecture, str):
         _bad_value("architectures", names, "a list of one class name, such as [`LlamaForCausalLM`]")
-    known = _DEFAULTS.get(architecture)
+    known = DEFAULTS.get(architecture)
     if known and model_type is not None and model_type != known.model_type:
         _contradiction(
             "architectures", names, "model_type", model_type, f"model_type `{known.model_type}`"
@@ -429,7 +274,7 @@ def _read_architecture(reader: _Reader) -> str:
     return architecture
 
 
-def _read_kv_heads(reader: _Reader, num_heads: int, defaults: _Defaults | None) -> int:
+def _read_kv_heads(reader: _Reader, num_heads: int, defaults: Defaults | None) -> int:
     default: int | None = num_heads
     if reader.is_absent("num_key_value_heads"):
         default = (defaults.num_kv_heads or num_heads) if defaults else None
@@ -446,7 +291,7 @@ def _read_kv_heads(reader: _Reader, num_heads: int, defaults: _Defaults | None) 
 
 
 def _read_head_dim(
-    reader: _Reader, hidden_size: int, num_heads: int, defaults: _Defaults | None
+    reader: _Reader, hidden_size: int, num_heads: int, defaults: Defaults | None
 ) -> int:
     """Take the explicit `head_dim`, or else hidden size / heads; the two may differ."""
     if defaults and defaults.head_dim and reader.is_absent("head_dim"):
@@ -475,7 +320,7 @@ def _check_only_neutral(reader: _Reader, unheeded: Sequence[str]) -> None:
             _unsupported(key, value, accepted)
 
 
-def _read_bias(reader: _Reader, key: str, architecture: str, defaults: _Defaults | None) -> bool:
+def _read_bias(reader: _Reader, key: str, architecture: str, defaults: Defaults | None) -> bool:
     biased = reader.boolean(key, False)
     if biased and defaults and key not in defaults.bias_keys:
         raise SpecError(
@@ -517,7 +362,7 @@ def _read_token_ids(reader: _Reader, key: str, default: int | None) -> tuple[int
     return tuple(dict.fromkeys(ids))
 
 
-def _read_bos(reader: _Reader, defaults: _Defaults | None) -> int | None:
+def _read_bos(reader: _Reader, defaults: Defaults | None) -> int | None:
     ids = _read_token_ids(reader, "bos_token_id", defaults.bos_token_id if defaults else None)
     if len(ids) > 1:
         _bad_value("bos_token_id", list(ids), "one token id or null")
@@ -525,7 +370,7 @@ def _read_bos(reader: _Reader, defaults: _Defaults | None) -> int | None:
 
 
 def _read_sliding_window(
-    reader: _Reader, max_positions: int, defaults: _Defaults | None
+    reader: _Reader, max_positions: int, defaults: Defaults | None
 ) -> int | None:
     absent = reader.is_absent("sliding_window")
     value = reader.get("sliding_window", defaults.sliding_window if defaults else None)
@@ -546,7 +391,7 @@ def _read_sliding_window(
 
 
 def _read_no_rope_layers(
-    reader: _Reader, num_layers: int, defaults: _Defaults | None
+    reader: _Reader, num_layers: int, defaults: Defaults | None
 ) -> tuple[int, ...]:
     """Give the layers without RoPE: those that the list marks 0, or one in every interval."""
     flags = reader.get("no_rope_layers")
@@ -586,7 +431,7 @@ def _check_layer_types(reader: _Reader, num_layers: int) -> None:
 
 
 def _read_rope(
-    reader: _Reader, head_dim: int, max_positions: int, defaults: _Defaults | None
+    reader: _Reader, head_dim: int, max_positions: int, defaults: Defaults | None
 ) -> tuple[RopeConfig, tuple[str, ...]]:
     """Return the rope settings and the keys of the rope block that nobody reads."""
     block = _merge_rope_blocks(reader)

@@ -24,11 +24,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from treadle.ir.errors import SpecError
-from treadle.models.config import (
+from treadle.models.config import ModelConfig, from_hf
+from treadle.models.rope import (
     ROPE_KINDS,
-    ModelConfig,
     RopeConfig,
-    from_hf,
     rope_attention_factor,
     rope_inverse_frequencies,
 )
@@ -104,7 +103,7 @@ def assert_matches(model: ModelConfig, judge: Any) -> None:
     hidden_per_head = judge.hidden_size // judge.num_attention_heads
     assert model.head_dim == (getattr(judge, "head_dim", None) or hidden_per_head)
     assert model.intermediate_size == judge.intermediate_size
-    assert model.rms_norm_eps == judge.rms_norm_eps
+    assert model.norm_eps == judge.rms_norm_eps
     assert model.max_position_embeddings == judge.max_position_embeddings
     assert model.tie_word_embeddings == judge.tie_word_embeddings
     has_bias = getattr(judge, "attention_bias", False)

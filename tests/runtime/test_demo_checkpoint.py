@@ -23,7 +23,7 @@ def test_its_config_is_the_published_one(checkpoint: Checkpoint) -> None:
     assert (model.num_heads, model.num_kv_heads, model.head_dim) == (9, 3, 64)
     assert (model.vocab_size, model.max_position_embeddings) == (49152, 8192)
     assert (model.rope.kind, model.rope.theta) == ("default", 100000.0)
-    assert model.rms_norm_eps == 1e-5
+    assert model.norm_eps == 1e-5
     assert model.tie_word_embeddings
     assert (model.bos_token_id, model.eos_token_ids) == (1, (2,))
     assert model.dtype == "bfloat16"

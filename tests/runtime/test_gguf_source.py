@@ -21,7 +21,8 @@ from tests.checkpoints import (
     write_gguf,
 )
 from treadle.ir.errors import CheckpointError
-from treadle.models.config import from_hf, rope_inverse_frequencies
+from treadle.models.config import from_hf
+from treadle.models.rope import rope_inverse_frequencies
 from treadle.runtime.checkpoint import Checkpoint, open_checkpoint
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
