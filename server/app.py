@@ -21,7 +21,7 @@ from aiohttp import web
 
 from treadle.ir.errors import MachineError, RequestError
 from treadle.runtime.request import Engine
-from treadle.server import cors, health, openai, tokens
+from treadle.server import chat, completions, cors, health, models, tokens
 from treadle.server.errors import Handler, error_middleware
 from treadle.server.state import (
     ENGINE,
@@ -77,9 +77,8 @@ def build_app(engine: Engine, options: ServerOptions | None = None) -> web.Appli
     app[OPTIONS] = options
     app[STATE] = ServerState()
     app[METRICS] = Metrics(engine)
-    health.add_routes(app)
-    openai.add_routes(app)
-    tokens.add_routes(app)
+    for endpoints in (health, models, chat, completions, tokens):
+        endpoints.add_routes(app)
     app.on_response_prepare.append(_echo_request_id)
     app.on_response_prepare.append(cors.allow_origin)
     app.cleanup_ctx.append(_engine_lifetime)

@@ -1,18 +1,14 @@
 """The requests as Treadle reads them: one declaration per field, and nothing ignored.
 
-Must not know engines or HTTP. `server/openai.py` reads bodies with it; the reference page of the
+Must not know engines or HTTP. The protocols read bodies with it; the reference page of the
 documentation is printed from it.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, NoReturn, TypeVar
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, TypeVar
 
 from treadle.ir.errors import RequestError
 from treadle.runtime.request import (
@@ -25,363 +21,27 @@ from treadle.runtime.request import (
     MAX_STOP_TOKEN_IDS,
     MAX_TEMPERATURE,
     SamplingParams,
-    show_value,
+)
+from treadle.server.conversation import MESSAGES, PROMPT
+from treadle.server.fields import (
+    Check,
+    anything,
+    boolean,
+    declare,
+    json_object,
+    list_of,
+    number,
+    object_of,
+    one_or_many,
+    only,
+    parse_json,
+    read_fields,
+    string,
+    whole,
 )
 
-MAX_MESSAGES = 10_000
-MAX_PARTS = 1_000
-MAX_TOOL_CALLS = 256
-MAX_PROMPTS = 1_000
 MAX_CHOICES = 128
-MAX_DEPTH = 64
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
-
-R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class Check:
-    """Say what a value must be, and read it: `read(value, path)` gives it in our own form."""
-
-    expects: str
-    read: Callable[[Any, str], Any]
-
-
-def refuse(path: str, expects: str, value: object, code: str = "invalid_value") -> NoReturn:
-    """Raise the error for a value that is not what its field expects."""
-    raise RequestError(
-        f"Expected `{path}` to be {expects}, found {show_value(value)}.", param=path, code=code
-    )
-
-
-def boolean() -> Check:
-    """Accept true and false."""
-    expects = "true or false"
-
-    def read(value: object, path: str) -> bool:
-        return value if isinstance(value, bool) else refuse(path, expects, value, "invalid_type")
-
-    return Check(expects, read)
-
-
-def whole(least: int, most: int) -> Check:
-    """Accept whole numbers of a range; `2.0` and `"2"` are not whole numbers."""
-    expects = f"a whole number from {least} to {most}"
-
-    def read(value: object, path: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            refuse(path, expects, value, "invalid_type")
-        return value if least <= value <= most else refuse(path, expects, value)
-
-    return Check(expects, read)
-
-
-def number(least: float, most: float) -> Check:
-    """Accept finite numbers of a range."""
-    expects = f"a number from {least:g} to {most:g}"
-
-    def read(value: object, path: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            refuse(path, expects, value, "invalid_type")
-        if not math.isfinite(value) or not least <= value <= most:
-            refuse(path, expects, value)
-        return float(value)
-
-    return Check(expects, read)
-
-
-def string(most_characters: int | None = None, least_characters: int = 0) -> Check:
-    """Accept Unicode strings; half a surrogate pair is not Unicode."""
-    expects = "a string"
-    if most_characters is not None:
-        expects += f" of {least_characters} to {most_characters} characters"
-
-    def read(value: object, path: str) -> str:
-        if not isinstance(value, str):
-            refuse(path, expects, value, "invalid_type")
-        if len(value) < least_characters:
-            refuse(path, expects, value)
-        if most_characters is not None and len(value) > most_characters:
-            refuse(path, expects, value)
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"Expected `{path}` to be Unicode, found half of a surrogate pair at character "
-                f"{error.start}.",
-                param=path,
-                code="invalid_text",
-            ) from None
-        return value
-
-    return Check(expects, read)
-
-
-def list_of(item: Check, most: int, least: int = 0) -> Check:
-    """Accept lists whose entries all pass; long ones are refused before their entries are read."""
-    expects = f"a list of {least} to {most} entries, each {item.expects}"
-
-    def read(value: object, path: str) -> tuple[Any, ...]:
-        if not isinstance(value, list):
-            refuse(path, expects, value, "invalid_type")
-        if not least <= len(value) <= most:
-            refuse(path, expects, value)
-        return tuple(item.read(entry, f"{path}.{index}") for index, entry in enumerate(value))
-
-    return Check(expects, read)
-
-
-def one_or_many(item: Check, most: int) -> Check:
-    """Accept one entry or a list of them; give a tuple."""
-    many = list_of(item, most)
-    expects = f"{item.expects}, or {many.expects}"
-
-    def read(value: object, path: str) -> tuple[Any, ...]:
-        return many.read(value, path) if isinstance(value, list) else (item.read(value, path),)
-
-    return Check(expects, read)
-
-
-def json_object(refused_names: Iterable[str] = ()) -> Check:
-    """Accept objects of any fields but the refused ones, not too deep."""
-    expects = f"an object, at most {MAX_DEPTH} deep"
-    refused = frozenset(refused_names)
-
-    def read(value: object, path: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            refuse(path, expects, value, "invalid_type")
-        for name in refused.intersection(value):
-            raise RequestError(
-                f"Expected no `{name}` in `{path}`: the request has a field of that name.",
-                param=path,
-                code="reserved_name",
-            )
-        _check_depth(value, path)
-        return value
-
-    return Check(expects, read)
-
-
-def anything() -> Check:
-    """Accept every JSON value, for fields that have no effect."""
-    return Check("any value", lambda value, path: value)
-
-
-def only(*values: object) -> Check:
-    """Accept what asks for nothing: null or one of `values`. For features not there yet."""
-    expects = " or ".join(["null", *(json.dumps(value) for value in values)])
-
-    def read(value: object, path: str) -> None:
-        # `0 == False` in Python, and they are two different wishes.
-        if any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in values):
-            return
-        raise RequestError(
-            f"`{path}` is not supported yet: expected {expects}, found {show_value(value)}.",
-            remedy="Leave it out.",
-            param=path,
-            code="unsupported_field",
-        )
-
-    return Check(expects, read)
-
-
-def declare(check: Check, default: Any = MISSING, *, doc: str) -> Any:
-    """Declare a field of a request. Without a default it is required; null means the default."""
-    metadata = {"check": check, "doc": doc}
-    if default is MISSING:
-        return field(metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-# --- prompts and messages -------------------------------------------------------------------------
-
-_TEXT = string()
-_NAME = string(256, 1)
-
-
-def _read_prompt(value: object, path: str) -> tuple[str | tuple[int, ...], ...]:
-    """Read one text, one list of token ids, or a list of either, as a tuple of prompts."""
-    if isinstance(value, str):
-        return (_TEXT.read(value, path),)
-    if not isinstance(value, list):
-        refuse(path, PROMPT.expects, value, "invalid_type")
-    if not value:
-        raise RequestError(
-            f"Expected `{path}` to hold a prompt, found an empty list.", param=path, code="empty"
-        )
-    if isinstance(value[0], str | list):
-        if len(value) > MAX_PROMPTS:
-            raise RequestError(
-                f"Expected at most {MAX_PROMPTS} prompts in one request, found {len(value)}.",
-                param=path,
-                code="invalid_value",
-            )
-        kind = type(value[0])
-        prompts: list[str | tuple[int, ...]] = []
-        for index, entry in enumerate(value):
-            if not isinstance(entry, kind):
-                raise RequestError(
-                    f"Expected all entries of `{path}` to be of one kind, found "
-                    f"{show_value(entry)} at index {index}.",
-                    param=path,
-                    code="invalid_type",
-                )
-            if isinstance(entry, str):
-                _TEXT.read(entry, path)
-                prompts.append(entry)
-            else:
-                prompts.append(_read_token_ids(entry, path))
-        return tuple(prompts)
-    return (_read_token_ids(value, path),)
-
-
-def _read_token_ids(value: list[Any], path: str) -> tuple[int, ...]:
-    if not value:
-        raise RequestError(
-            f"Expected `{path}` to hold token ids, found an empty list of them.",
-            param=path,
-            code="empty",
-        )
-    for index, entry in enumerate(value):
-        if type(entry) is not int:
-            raise RequestError(
-                f"Expected `{path}` to hold token ids, which are whole numbers, found "
-                f"{show_value(entry)} at index {index}.",
-                param=path,
-                code="invalid_type",
-            )
-    return tuple(value)
-
-
-PROMPT = Check(
-    "a string, a list of strings, a list of token ids, or a list of such lists", _read_prompt
-)
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-def _read_content(value: object, path: str) -> str:
-    """Read a message's text: a string, or parts of type text, which are joined by line breaks."""
-    if isinstance(value, str):
-        return _TEXT.read(value, path)
-    expects = "a string or a list of text parts"
-    if not isinstance(value, list):
-        refuse(path, expects, value, "invalid_type")
-    if not 1 <= len(value) <= MAX_PARTS:
-        refuse(path, f"a list of 1 to {MAX_PARTS} parts", value)
-    texts = []
-    for index, part in enumerate(value):
-        here = f"{path}.{index}"
-        if not isinstance(part, dict):
-            refuse(here, 'a part such as {"type": "text", "text": "..."}', part, "invalid_type")
-        if part.get("type") != "text":
-            raise RequestError(
-                f"Expected `{here}.type` to be 'text', because this model reads text only; "
-                f"found {show_value(part.get('type'))}.",
-                param=f"{here}.type",
-                code="unsupported_part",
-            )
-        _check_names(part, ("type", "text"), here)
-        texts.append(_TEXT.read(part.get("text"), f"{here}.text"))
-    return "\n".join(texts)
-
-
-def _read_tool_calls(value: object, path: str) -> list[dict[str, Any]]:
-    """Read the calls an assistant made earlier; templates want their arguments as objects."""
-    if not isinstance(value, list) or len(value) > MAX_TOOL_CALLS:
-        refuse(path, f"a list of at most {MAX_TOOL_CALLS} calls", value, "invalid_type")
-    calls = []
-    for index, call in enumerate(value):
-        here = f"{path}.{index}"
-        if not isinstance(call, dict):
-            refuse(here, "a call of type function", call, "invalid_type")
-        _check_names(call, ("id", "type", "function", "index"), here)
-        if call.get("type", "function") != "function":
-            refuse(f"{here}.type", "'function'", call["type"])
-        function = call.get("function")
-        if not isinstance(function, dict):
-            refuse(f"{here}.function", "an object with name and arguments", function)
-        _check_names(function, ("name", "arguments"), f"{here}.function")
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            arguments = _load_arguments(arguments, f"{here}.function.arguments")
-        arguments = json_object().read(arguments, f"{here}.function.arguments")
-        name = _NAME.read(function.get("name"), f"{here}.function.name")
-        known = {"type": "function", "function": {"name": name, "arguments": arguments}}
-        if call.get("id") is not None:
-            known["id"] = _NAME.read(call["id"], f"{here}.id")
-        calls.append(known)
-    return calls
-
-
-def _load_arguments(text: str, path: str) -> object:
-    if text.strip() == "":
-        return {}
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        refuse(path, "a JSON object written as a string", text)
-
-
-# What a message may hold beside its role and content. A client sends an answer back as it got it,
-# so fields of OpenAI's answers are known too, as long as they hold nothing.
-_MESSAGE_FIELDS: dict[str, Check] = {
-    "name": _NAME,
-    "tool_calls": Check("a list of tool calls", _read_tool_calls),
-    "tool_call_id": _NAME,
-    "reasoning_content": _TEXT,
-    "refusal": only(),
-    "audio": only(),
-    "annotations": only([]),
-    "function_call": only(),
-}
-_FIELD_OF_ROLE = {
-    "tool_calls": "assistant",
-    "reasoning_content": "assistant",
-    "tool_call_id": "tool",
-}
-
-
-def _read_message(value: object, path: str) -> dict[str, Any]:
-    """Read one message into what templates get: no nulls, no empty lists, text as a string."""
-    if not isinstance(value, dict):
-        refuse(path, "an object with role and content", value, "invalid_type")
-    role = value.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        refuse(f"{path}.role", f"one of {', '.join(ROLES)}", role)
-    _check_names(value, ("role", "content", *_MESSAGE_FIELDS), path)
-    # The newer name of the same thing; templates know the older one.
-    message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": ""}
-    for name, check in _MESSAGE_FIELDS.items():
-        given = value.get(name)
-        if given is None:
-            continue
-        read = check.read(given, f"{path}.{name}")
-        # Templates ask whether a field is defined, so one that holds nothing is left out.
-        if read is None or read == []:
-            continue
-        if _FIELD_OF_ROLE.get(name, role) != role:
-            raise RequestError(
-                f"Expected `{name}` only in a message of role {_FIELD_OF_ROLE[name]}, found it in "
-                f"`{path}` of role {role}.",
-                param=f"{path}.{name}",
-                code="invalid_value",
-            )
-        message[name] = read
-    content = value.get("content")
-    if content is not None:
-        message["content"] = _read_content(content, f"{path}.content")
-    elif "tool_calls" not in message:
-        raise RequestError(
-            f"Expected `{path}.content` to be a string or a list of text parts, found none. Only "
-            "an assistant message with tool calls may do without.",
-            param=f"{path}.content",
-            code="missing_field",
-        )
-    return message
-
-
-MESSAGES = list_of(Check("a message with role and content", _read_message), MAX_MESSAGES, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,16 +52,6 @@ class StreamOptions:
         boolean(), False, doc="One more chunk at the end, with empty `choices` and the usage."
     )
     continuous_usage_stats: bool = declare(boolean(), False, doc="The usage so far in every chunk.")
-
-
-_NO_OBFUSCATION = {"include_obfuscation": only(False)}
-
-
-def _read_stream_options(value: object, path: str) -> StreamOptions:
-    return _read_fields(StreamOptions, _NO_OBFUSCATION, value, path)
-
-
-# --- requests -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,7 +116,7 @@ class GenerateRequest(Request):
     n: int = declare(whole(1, MAX_CHOICES), 1, doc="How many answers to give to each prompt.")
     stream: bool = declare(boolean(), False, doc="Send the answer as it grows, as SSE.")
     stream_options: StreamOptions | None = declare(  # noqa: RUF009, as every field here
-        Check("an object of stream options", _read_stream_options),
+        object_of(StreamOptions, {"include_obfuscation": only(False)}),
         None,
         doc="`include_usage`, `continuous_usage_stats`; only with `stream`.",
     )
@@ -682,28 +332,9 @@ def parse_request(kind: type[Q], body: bytes) -> Q:
     first mistake found is reported, with the field's path as `param`.
     """
     others = WITHOUT_EFFECT | UNSUPPORTED[kind] if kind in UNSUPPORTED else {}
-    request = _read_fields(kind, others, parse_json(body), "")
+    request = read_fields(kind, others, parse_json(body), "")
     request.check()
     return request
-
-
-def parse_json(body: bytes) -> object:
-    """Read strict JSON: UTF-8, no NaN, no field twice, nothing after it.
-
-    Raises: RequestError: anything else; the message gives the place and not the body.
-    """
-    try:
-        text = body.decode("utf-8")
-    except UnicodeDecodeError as error:
-        _refuse_json(f"byte {error.start} is not UTF-8")
-    try:
-        return json.loads(text, object_pairs_hook=_unique_fields, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        _refuse_json(f"{error.msg} at line {error.lineno} column {error.colno}")
-    except RecursionError:
-        _refuse_json("it is nested too deeply")
-    except ValueError as error:  # a number of thousands of digits
-        _refuse_json(str(error))
 
 
 def describe(kind: type[Request]) -> list[tuple[str, str, str, str]]:
@@ -720,85 +351,3 @@ def describe(kind: type[Request]) -> list[tuple[str, str, str, str]]:
     for name, check in UNSUPPORTED[kind].items():
         rows.append((name, check.expects, "null", "Not supported yet; other values are refused."))
     return rows
-
-
-def _read_fields(kind: type[R], others: dict[str, Check], value: object, path: str) -> R:
-    """Read an object into a declared class; `others` are checked and dropped."""
-    if not isinstance(value, dict):
-        where = f"`{path}`" if path else "the body"
-        raise RequestError(
-            f"Expected {where} to be a JSON object, found {show_value(value)}.",
-            param=path or None,
-            code="invalid_type",
-        )
-    declared = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
-    _check_names(value, (*declared, *others), path)
-    for name, check in others.items():
-        if value.get(name) is not None:
-            check.read(value[name], _join(path, name))
-    read = {}
-    for name, one in declared.items():
-        if value.get(name) is not None:
-            read[name] = one.metadata["check"].read(value[name], _join(path, name))
-        elif one.default is MISSING:
-            found = "null" if name in value else "nothing"
-            raise RequestError(
-                f"Expected `{_join(path, name)}` to be {one.metadata['check'].expects}, "
-                f"found {found}.",
-                param=_join(path, name),
-                code="missing_field",
-            )
-    return kind(**read)
-
-
-def _check_names(value: dict[str, Any], known: tuple[str, ...], path: str) -> None:
-    for name in value:
-        if name in known:
-            continue
-        close = difflib.get_close_matches(name[:64], known, n=1)
-        where = f" of `{path}`" if path else ""
-        raise RequestError(
-            f"Unknown field {show_value(name)}{where}.",
-            remedy=f"Did you mean `{close[0]}`?" if close else "Leave it out.",
-            param=_join(path, name[:64]),
-            code="unknown_field",
-        )
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _check_depth(value: object, path: str) -> None:
-    """Refuse what a recursive reader, such as a template's `tojson`, would choke on."""
-    layer: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
-        layer = [
-            inner
-            for outer in layer
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-        if not layer:
-            return
-    raise RequestError(
-        f"Expected `{path}` to be at most {MAX_DEPTH} deep, found it deeper.",
-        param=path,
-        code="invalid_value",
-    )
-
-
-def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        _refuse_json(f"the field {show_value(twice)} is given twice in one object")
-    return found
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    _refuse_json(f"{name} is not a JSON value")
-
-
-def _refuse_json(reason: str) -> NoReturn:
-    raise RequestError(f"Expected the body to be JSON: {reason}.", code="invalid_json")
