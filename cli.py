@@ -430,6 +430,19 @@ def report_command() -> None:
     metavar="ORIGIN",
     help="Let web pages of this origin call, such as http://localhost:3000; * for all. Repeatable.",
 )
+@click.option(
+    "--tool-parser",
+    default="auto",
+    metavar="NAME",
+    help="How the model writes tool calls: auto (as its chat template shows), none, hermes, "
+    "qwen3-coder, glm, deepseek, internlm, mistral, llama3, pythonic, harmony.",
+)
+@click.option(
+    "--reasoning-parser",
+    default="auto",
+    metavar="NAME",
+    help="How it writes reasoning: auto, none, think, mistral, seed, harmony.",
+)
 @target_option
 @progress_option
 def serve_command() -> None:

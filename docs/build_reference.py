@@ -31,7 +31,7 @@ from treadle.kernels import emit, schedule  # noqa: E402
 from treadle.kernels.lower import Situation, lower  # noqa: E402
 from treadle.models import registry  # noqa: E402
 from treadle.models.config import ModelConfig, from_hf  # noqa: E402
-from treadle.runtime import pipeline_config  # noqa: E402
+from treadle.runtime import answer_formats, call_formats, pipeline_config  # noqa: E402
 from treadle.server import app, errors, schema, state  # noqa: E402
 
 NOTICE = "<!-- Written by `make docs` from the code; changes here are lost. -->"
@@ -494,6 +494,21 @@ def tokenize_section() -> list[str]:
     return table("endpoint | field | accepts | default | meaning", rows)
 
 
+def parsers_section() -> list[str]:
+    """List the forms of tool calls and of reasoning."""
+    rows = [
+        ("tool calls", f"`{one.name}`", f"`{_cell(one.example)}`")
+        for one in call_formats.CALL_FORMATS
+    ]
+    rows += [
+        ("reasoning", f"`{one.name}`", f"`{one.opening}`...`{one.closing}`")
+        for one in answer_formats.REASONING_FORMATS
+    ]
+    both = "`<|channel|>analysis<|message|>`..., `to=functions.NAME`"
+    rows.append(("both", f"`{answer_formats.HARMONY}`", _cell(both)))
+    return table("what | name | form", rows)
+
+
 def unsupported_section() -> list[str]:
     """List the fields that are refused by name unless they ask for nothing."""
     endpoints = {schema.ChatRequest: "chat", schema.CompletionRequest: "completions"}
@@ -669,6 +684,7 @@ SECTIONS: dict[str, dict[str, Callable[[], list[str]]]] = {
         "fields without effect": functools.partial(fields_section, "without effect"),
         "unsupported fields": unsupported_section,
         "tokenize fields": tokenize_section,
+        "parsers": parsers_section,
         "errors": errors_section,
         "metrics": metrics_section,
         "endpoints": endpoints_section,

@@ -45,6 +45,7 @@ class SamplingParams:
     `min_tokens`: an end of sequence, stop token or stop string before this many tokens does not
     end the answer. `continues_text`: the answer goes on with the prompt's text, so the leading
     space of its first word is kept; otherwise it is a text of its own, decoded as such.
+    `shown_token_ids`: special tokens that the text shows, as the marks of a tool call.
     `logprobs`: tell the log probability of each token, and of this many likeliest; None: of none.
     `prompt_logprobs`: the same for the prompt, whose tokens are then computed one a step.
     """
@@ -61,6 +62,7 @@ class SamplingParams:
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
     continues_text: bool = False
+    shown_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -149,24 +151,19 @@ async def collect(deltas: AsyncIterable[Delta]) -> Delta:
 
     Raises: RequestError: the stream held nothing.
     """
-    texts: list[str] = []
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] = []
-    prompt_logprobs: list[TokenLogprobs] = []
-    last: Delta | None = None
-    async for last in deltas:
-        texts.append(last.text)
-        token_ids.extend(last.token_ids)
-        logprobs.extend(last.logprobs)
-        prompt_logprobs.extend(last.prompt_logprobs)
-    if last is None:
+    return join_deltas([delta async for delta in deltas])
+
+
+def join_deltas(deltas: Sequence[Delta]) -> Delta:
+    """Join all deltas of an answer into one. Raises: RequestError: there are none."""
+    if not deltas:
         raise RequestError("Expected an answer, found a stream that ended before it began.")
     return replace(
-        last,
-        text="".join(texts),
-        token_ids=tuple(token_ids),
-        logprobs=tuple(logprobs),
-        prompt_logprobs=tuple(prompt_logprobs),
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        logprobs=tuple(one for delta in deltas for one in delta.logprobs),
+        prompt_logprobs=tuple(one for delta in deltas for one in delta.prompt_logprobs),
     )
 
 

@@ -24,16 +24,26 @@ class IncrementalDetokenizer:
     Byte-level tokenizers: at most the three bytes of an unfinished character are held back.
     Others: a run of byte tokens is held until it ends, because the one-shot decoder judges it as
     a whole (one bad byte turns every byte of the run into U+FFFD).
+    `shown_token_ids` are special tokens that are written as they are spelt.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, continues_text: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        continues_text: bool = False,
+        shown_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
+        self._shown_token_ids = shown_token_ids
         self._is_first = not continues_text
         self._byte_run: list[str] = []
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
         """Take one token and give the text that is now certain."""
+        if token_id in self._shown_token_ids:
+            return self.flush() + self._tokenizer.spelling(token_id)
         if self._tokenizer.is_byte_level:
             return self._utf8.decode(self._tokenizer.token_bytes(token_id))
         piece = self._tokenizer.piece(token_id)
@@ -149,7 +159,11 @@ class TextStream:
         self._params = params
         self._eos_token_ids = frozenset() if params.ignore_eos else tokenizer.eos_token_ids
         self._end_token_ids = self._eos_token_ids.union(params.stop_token_ids)
-        self._detokenizer = IncrementalDetokenizer(tokenizer, continues_text=params.continues_text)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer,
+            continues_text=params.continues_text,
+            shown_token_ids=params.shown_token_ids,
+        )
         self._matcher = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
 
     def push(self, token_ids: Sequence[int]) -> TextStep:

@@ -283,6 +283,19 @@ class Tokenizer:
         """Give a token as the vocabulary spells it; nothing for an id without an entry."""
         return self._backend.id_to_token(token_id) or ""
 
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template, of all of them where there are several; may be empty."""
+        template = self._hf.chat_template
+        if isinstance(template, Mapping):
+            return "\n".join(str(one) for one in template.values())
+        return template or ""
+
+    def special_ids(self, spellings: Iterable[str]) -> frozenset[int]:
+        """Give the ids of those of these texts that are special tokens."""
+        found = (self._backend.token_to_id(spelling) for spelling in spellings)
+        return self.special_token_ids.intersection(found)
+
     def describe(self) -> dict[str, Any]:
         """Give what a client needs to do without the tokenizer's files: tokens and template."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")

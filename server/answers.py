@@ -8,38 +8,105 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from treadle.ir.errors import QueueFullError, TreadleError
-from treadle.runtime.request import Delta, Engine, FinishReason, Generation, SamplingParams
+from treadle.runtime.answer_parts import (
+    AnswerParser,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Part,
+    Reasoning,
+)
+from treadle.runtime.request import (
+    Delta,
+    Engine,
+    FinishReason,
+    Generation,
+    SamplingParams,
+    Usage,
+    join_deltas,
+)
 from treadle.server.state import Metrics
 
 logger = logging.getLogger("treadle.server")
 
 
+def _no_parser() -> AnswerParser | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Work:
+    """Say what to submit, and how to tell the answer apart.
+
+    `make_parser` gives a parser per answer, or None for one that is content and nothing else.
+    `one_call`: the answer ends with its first tool call.
+    """
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    make_parser: Callable[[], AnswerParser | None] = _no_parser
+    one_call: bool = False
+
+
+class Step(NamedTuple):
+    """Hold what one step adds to an answer: tokens and text, and the parts that these make.
+
+    `finish_reason` is `tool_calls` for an answer that ended by itself and holds one.
+    """
+
+    delta: Delta
+    parts: Sequence[Part]
+    finish_reason: str | None
+    reasoning_tokens: int
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens up to here."""
+        return self.delta.usage
+
+
 @dataclass
 class Answer:
-    """Follow one generation: when it began, and why it ended."""
+    """Follow one generation: what it says, when it began, and why it ended."""
 
     generation: Generation
     endpoint: str
     metrics: Metrics
+    parser: AnswerParser | None = None
+    one_call: bool = False
     start_s: float = 0.0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    has_calls: bool = False
     finish_reason: FinishReason | None = None
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    async def steps(self) -> AsyncIterator[Step]:
+        """Yield what the answer says, step by step.
+
+        Raises: QueueFullError, TreadleError: the server broke it off; half is never given as whole.
+        """
         try:
             async for delta in self.generation:
                 if self.completion_tokens == 0 and delta.usage.completion_tokens:
                     self.metrics.first_token_s.observe(time.monotonic() - self.start_s)
                 self.completion_tokens = delta.usage.completion_tokens
-                if delta.finish_reason is not None:
-                    self._end(delta.finish_reason)
-                yield delta
+                step = self._tell_apart(delta)
+                reason = step.delta.finish_reason
+                if reason is not None:
+                    self._end(reason)
+                    _check_end(reason)
+                yield step
+                if reason is not None:
+                    # The engine may not know that a call was the last thing wanted.
+                    self.generation.abort()
+                    return
         except TreadleError:
             self._end(FinishReason.ERROR)
             raise
@@ -53,38 +120,96 @@ class Answer:
             )
         self.generation.abort()
 
+    def _tell_apart(self, delta: Delta) -> Step:
+        if self.parser is None:
+            parts: list[Part] = [Content(delta.text)] if delta.text else []
+            return Step(delta, parts, delta.finish_reason, 0)
+        was_reasoning = self.parser.is_reasoning
+        parts = self.parser.push(delta.text)
+        if was_reasoning or self.parser.is_reasoning:
+            self.reasoning_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            parts += self.parser.finish()
+        self.has_calls = self.has_calls or any(isinstance(part, CallBegin) for part in parts)
+        reason: str | None = delta.finish_reason
+        ends = [index for index, part in enumerate(parts) if isinstance(part, CallEnd)]
+        if self.one_call and ends:
+            parts = parts[: ends[0] + 1]
+            if delta.finish_reason is None:
+                delta = replace(delta, finish_reason=FinishReason.STOP)
+                reason = FinishReason.STOP
+        if reason == FinishReason.STOP and self.has_calls:
+            reason = "tool_calls"
+        return Step(delta, parts, reason, self.reasoning_tokens)
+
     def _end(self, reason: FinishReason) -> None:
+        if self.finish_reason is not None:
+            return
         self.finish_reason = reason
         self.metrics.answers.labels(self.endpoint, reason.value).inc()
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.metrics.answer_s.observe(time.monotonic() - self.start_s)
 
 
+def join_parts(parts: Iterable[Part]) -> list[Part]:
+    """Join neighbours of a kind."""
+    joined: list[Part] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if isinstance(part, Content) and isinstance(last, Content):
+            joined[-1] = Content(last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            joined[-1] = Reasoning(last.text + part.text)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments):
+            joined[-1] = CallArguments(part.call, last.text + part.text)
+        else:
+            joined.append(part)
+    return joined
+
+
+async def collect_answer(answer: Answer) -> Step:
+    """Join an answer's steps into one, which has the form of a step."""
+    steps = [step async for step in answer.steps()]
+    delta = join_deltas([step.delta for step in steps])
+    parts = join_parts(part for step in steps for part in step.parts)
+    return Step(delta, parts, steps[-1].finish_reason, steps[-1].reasoning_tokens)
+
+
 @contextmanager
 def submitted(
     engine: Engine,
-    work: Sequence[tuple[Sequence[int], SamplingParams]],
+    work: Sequence[Work],
     n: int,
     response_id: str,
     endpoint: str,
     metrics: Metrics,
+    start_s: float,
 ) -> Iterator[list[Answer]]:
     """Submit all generations; end every one of them when the request is over, however it ends."""
     answers: list[Answer] = []
     try:
-        for prompt_ids, params in work:
+        for one in work:
             for choice in range(n):
                 name = f"{response_id}-{len(answers)}"
-                generation = engine.submit(prompt_ids, params.for_choice(choice), name)
-                answers.append(Answer(generation, endpoint, metrics))
+                generation = engine.submit(one.prompt_ids, one.params.for_choice(choice), name)
+                answers.append(
+                    Answer(
+                        generation,
+                        endpoint,
+                        metrics,
+                        one.make_parser(),
+                        one_call=one.one_call,
+                        start_s=start_s,
+                    )
+                )
         yield answers
     finally:
         for answer in answers:
             answer.close()
 
 
-def check_end(reason: FinishReason | None) -> None:
-    """Raise for an answer that the server broke off; half an answer is never sent as whole."""
+def _check_end(reason: FinishReason) -> None:
+    """Raise for an answer that the server broke off."""
     if reason is FinishReason.ABORT:
         raise QueueFullError(
             "The server stopped before the answer was complete.",
@@ -96,18 +221,18 @@ def check_end(reason: FinishReason | None) -> None:
         raise TreadleError("The engine failed at this request.", remedy="Its log says why.")
 
 
-async def merge(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Give the deltas of all answers as they come, each with its answer's index."""
+async def merge(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Step], None]:
+    """Give the steps of all answers as they come, each with its answer's index."""
     if len(answers) == 1:
-        async for delta in answers[0].deltas():
-            yield 0, delta
+        async for step in answers[0].steps():
+            yield 0, step
         return
-    arrived: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue()
+    arrived: asyncio.Queue[tuple[int, Step | Exception | None]] = asyncio.Queue()
 
     async def pump(index: int) -> None:
         try:
-            async for delta in answers[index].deltas():
-                arrived.put_nowait((index, delta))
+            async for step in answers[index].steps():
+                arrived.put_nowait((index, step))
             arrived.put_nowait((index, None))
         except Exception as error:  # raised again by the reader below
             arrived.put_nowait((index, error))
@@ -133,22 +258,24 @@ class Usages:
 
     def __init__(self, n: int) -> None:
         self._n = n
-        self._latest: dict[int, Delta] = {}
+        self._latest: dict[int, Step] = {}
 
-    def add(self, index: int, delta: Delta) -> None:
-        self._latest[index] = delta
+    def add(self, index: int, step: Step) -> None:
+        self._latest[index] = step
 
     def to_json(self) -> dict[str, Any]:
-        usages = {index: delta.usage for index, delta in self._latest.items()}
+        usages = {index: step.usage for index, step in self._latest.items()}
         firsts: dict[int, int] = {}
         for index in sorted(usages):
             firsts.setdefault(index // self._n, index)
         prompt_tokens = sum(usages[index].prompt_tokens for index in firsts.values())
         cached_tokens = sum(usages[index].cached_tokens for index in firsts.values())
         completion_tokens = sum(usage.completion_tokens for usage in usages.values())
+        reasoning_tokens = sum(step.reasoning_tokens for step in self._latest.values())
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         }

@@ -27,6 +27,8 @@ def run_serve(
     max_body: int,
     open_metrics: bool,
     cors_origin: tuple[str, ...],
+    tool_parser: str,
+    reasoning_parser: str,
     kv_memory: int,
     num_pages: int,
     prefix_cache: bool,
@@ -57,6 +59,8 @@ def run_serve(
         client_max_size_bytes=max_body,
         open_metrics=open_metrics,
         cors_origins=cors_origin,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
     )
     addresses: list[str] = []
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from aiohttp import web
 
-from treadle.runtime.request import Delta, FinishReason, TokenLogprobs, fit_to_window
+from treadle.runtime.request import TokenLogprobs, fit_to_window
 from treadle.runtime.tokenizer import Tokenizer
+from treadle.server.answers import Step, Work
 from treadle.server.openai import answer, head, identity
 from treadle.server.prompts import check_stop_ids, encode_prompt
 from treadle.server.reading import check_model, read_request
@@ -46,12 +47,12 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         )
         # With nothing but special tokens before it, the answer is the beginning of a text.
         continues = any(i not in engine.tokenizer.special_token_ids for i in prompt_ids)
-        work.append((prompt_ids, replace(fitted, continues_text=continues)))
+        work.append(Work(prompt_ids, replace(fitted, continues_text=continues)))
     writer = _CompletionWriter(*identity(engine, "cmpl-"), engine.tokenizer)
     if completion.echo:
         for index in range(len(work) * completion.n):
             prompt = completion.prompt[index // completion.n]
-            prompt_ids, _ = work[index // completion.n]
+            prompt_ids = work[index // completion.n].prompt_ids
             text = prompt if isinstance(prompt, str) else engine.tokenizer.decode(prompt_ids)
             writer.echoes[index] = (text, prompt_ids)
     return await answer(request, completion, work, writer, start_s)
@@ -72,37 +73,41 @@ class _CompletionWriter:
     def head(self, *, is_chunk: bool) -> dict[str, Any]:
         return head(self.id, "text_completion", self.created_unix_s, self.model)
 
-    def whole(self, index: int, answer: Delta) -> dict[str, Any]:
-        choice = self._choice(index, "", answer.finish_reason)
-        for part in (*self.opening(index, answer), self.piece(index, answer)):
+    def whole(self, index: int, step: Step) -> dict[str, Any]:
+        choice = self.end(index, step)
+        for part in (*self.opening(index, step), *self.pieces(index, step)):
             choice["text"] += part["text"]
             for name, values in (part["logprobs"] or {}).items():
                 choice["logprobs"] = choice["logprobs"] or {}
                 choice["logprobs"].setdefault(name, []).extend(values)
         return choice
 
-    def opening(self, index: int, first: Delta) -> list[dict[str, Any]]:
+    def opening(self, index: int, first: Step) -> list[dict[str, Any]]:
         """Give the prompt where it is to be echoed; of its first token nothing can be said."""
         if index not in self.echoes:
             return []
         text, prompt_ids = self.echoes[index]
-        choice = self._choice(index, text, None)
-        if first.logprobs:
-            told = self._logprobs(index, first.prompt_logprobs, unknown=prompt_ids[:1])
+        choice = self._choice(index, text)
+        if first.delta.logprobs:
+            told = self._logprobs(index, first.delta.prompt_logprobs, unknown=prompt_ids[:1])
             choice["logprobs"] = told
         return [choice]
 
-    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        choice = self._choice(index, delta.text, None)
+    def pieces(self, index: int, step: Step) -> list[dict[str, Any]]:
+        delta = step.delta
+        if not delta.text and not delta.logprobs:
+            return []
+        choice = self._choice(index, delta.text)
         if delta.logprobs:
             choice["logprobs"] = self._logprobs(index, delta.logprobs)
-        return choice
+        return [choice]
 
-    def end(self, index: int, reason: FinishReason) -> dict[str, Any]:
-        return self._choice(index, "", reason)
+    def end(self, index: int, last: Step) -> dict[str, Any]:
+        ending = {"finish_reason": last.finish_reason, "stop_reason": last.delta.stop_reason}
+        return self._choice(index, "") | ending
 
-    def _choice(self, index: int, text: str, reason: FinishReason | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+    def _choice(self, index: int, text: str) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     def _logprobs(
         self, index: int, told: Sequence[TokenLogprobs], unknown: Sequence[int] = ()

@@ -6,6 +6,9 @@ Must not know requests, engines or HTTP. Used by the declarations of `server/sch
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from treadle.ir.errors import RequestError
@@ -15,6 +18,7 @@ from treadle.server.fields import (
     check_names,
     json_object,
     list_of,
+    one_of,
     only,
     refuse,
     string,
@@ -212,3 +216,161 @@ def _read_message(value: object, path: str) -> dict[str, Any]:
 
 
 MESSAGES = list_of(Check("a message with role and content", _read_message), MAX_MESSAGES, 1)
+
+
+# --- tools ----------------------------------------------------------------------------------------
+
+MAX_TOOLS = 1_000
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Say whether tools may or must be called: `mode` none, auto, required, or named."""
+
+    mode: str = "auto"
+    name: str = ""
+
+
+AUTO = ToolChoice()
+
+
+def read_tool_name(value: object, path: str) -> str:
+    """Read a function's name. Raises: RequestError."""
+    expects = "a name of 1 to 256 letters, digits, `_`, `-` and `.`"
+    if not isinstance(value, str):
+        refuse(path, expects, value, "invalid_type")
+    return value if TOOL_NAME.fullmatch(value) else refuse(path, expects, value)
+
+
+_FUNCTION_FIELDS: dict[str, Check] = {
+    "description": _TEXT,
+    "parameters": json_object(),
+    "strict": only(False),
+}
+
+
+def read_function(value: object, path: str, others: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a function's declaration into what templates get: in the client's order, no nulls."""
+    if not isinstance(value, dict):
+        refuse(path, "an object with name, description and parameters", value, "invalid_type")
+    check_names(value, ("name", *_FUNCTION_FIELDS, *others), path)
+    read_tool_name(value.get("name"), f"{path}.name")
+    for name, check in _FUNCTION_FIELDS.items():
+        if value.get(name) is not None:
+            check.read(value[name], f"{path}.{name}")
+    known = {"name", "description", "parameters"}
+    return {name: one for name, one in value.items() if name in known and one is not None}
+
+
+def _read_tool(value: object, path: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        refuse(path, "a tool of type function", value, "invalid_type")
+    check_names(value, ("type", "function"), path)
+    if value.get("type") != "function":
+        refuse(f"{path}.type", "'function'", value.get("type"))
+    return {
+        "type": "function",
+        "function": read_function(value.get("function"), f"{path}.function"),
+    }
+
+
+def check_tool_names(tools: Sequence[Mapping[str, Any]], path: str) -> None:
+    """Refuse two functions of one name. Raises: RequestError."""
+    names = [tool["function"]["name"] for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise RequestError(
+                f"Expected every function's name once in `{path}`, found `{name}` twice.",
+                param=path,
+                code="invalid_value",
+            )
+
+
+def _read_tools(value: object, path: str) -> tuple[dict[str, Any], ...]:
+    tools: tuple[dict[str, Any], ...] = _TOOL_LIST.read(value, path)
+    check_tool_names(tools, path)
+    return tools
+
+
+def _read_tool_choice(value: object, path: str) -> ToolChoice:
+    if isinstance(value, str):
+        return ToolChoice(_CHOICE_WORD.read(value, path))
+    if not isinstance(value, dict):
+        refuse(path, TOOL_CHOICE.expects, value, "invalid_type")
+    check_names(value, ("type", "function"), path)
+    if value.get("type") != "function":
+        refuse(f"{path}.type", "'function'", value.get("type"))
+    function = value.get("function")
+    if not isinstance(function, dict):
+        refuse(f"{path}.function", "an object with a name", function, "invalid_type")
+    check_names(function, ("name",), f"{path}.function")
+    return ToolChoice("named", read_tool_name(function.get("name"), f"{path}.function.name"))
+
+
+def check_tool_choice(choice: ToolChoice, tools: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a choice that forces a tool that isn't there. Raises: RequestError."""
+    names = [tool["function"]["name"] for tool in tools]
+    if choice.mode in ("required", "named") and not names:
+        raise RequestError(
+            "Expected `tool_choice` to force a call only with `tools`, found none.",
+            param="tool_choice",
+            code="invalid_value",
+        )
+    if choice.mode == "named" and choice.name not in names:
+        raise RequestError(
+            f"Expected `tool_choice` to name one of {', '.join(names[:20])}; found {choice.name}.",
+            param="tool_choice",
+            code="invalid_value",
+        )
+
+
+NAME_SCHEMA = {"type": "string", "pattern": f"^{TOOL_NAME.pattern}$"}
+FUNCTION_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["name"],
+    "additionalProperties": False,
+    "properties": {
+        "name": NAME_SCHEMA,
+        **{n: {"anyOf": [c.schema, {"type": "null"}]} for n, c in _FUNCTION_FIELDS.items()},
+    },
+}
+_TOOL_LIST = list_of(
+    Check(
+        'a tool {"type": "function", "function": {"name", "description", "parameters"}}',
+        _read_tool,
+        {
+            "type": "object",
+            "required": ["type", "function"],
+            "additionalProperties": False,
+            "properties": {"type": {"const": "function"}, "function": FUNCTION_SCHEMA},
+        },
+    ),
+    MAX_TOOLS,
+)
+TOOLS = Check(_TOOL_LIST.expects, _read_tools, _TOOL_LIST.schema)
+_CHOICE_WORD = one_of("none", "auto", "required")
+TOOL_CHOICE = Check(
+    _CHOICE_WORD.expects + ', or {"type": "function", "function": {"name"}}',
+    _read_tool_choice,
+    {
+        "anyOf": [
+            _CHOICE_WORD.schema,
+            {
+                "type": "object",
+                "required": ["type", "function"],
+                "additionalProperties": False,
+                "properties": {
+                    "type": {"const": "function"},
+                    "function": {
+                        "type": "object",
+                        "required": ["name"],
+                        "additionalProperties": False,
+                        "properties": {"name": NAME_SCHEMA},
+                    },
+                },
+            },
+        ]
+    },
+)

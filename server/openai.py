@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from aiohttp import web
 
 import treadle
-from treadle.runtime.request import Delta, Engine, FinishReason, SamplingParams, collect
-from treadle.server.answers import Answer, Usages, check_end, merge, submitted
+from treadle.runtime.request import Engine
+from treadle.server.answers import Answer, Step, Usages, Work, collect_answer, merge, submitted
 from treadle.server.errors import error_event, log_fault
 from treadle.server.schema import GenerateRequest
 from treadle.server.sse import encode_json, open_stream
@@ -34,33 +34,28 @@ class Writer(Protocol):
 
     def head(self, *, is_chunk: bool) -> dict[str, Any]: ...
 
-    def whole(self, index: int, answer: Delta) -> dict[str, Any]: ...
+    def whole(self, index: int, step: Step) -> dict[str, Any]: ...
 
-    def opening(self, index: int, first: Delta) -> list[dict[str, Any]]: ...
+    def opening(self, index: int, first: Step) -> list[dict[str, Any]]: ...
 
-    def piece(self, index: int, delta: Delta) -> dict[str, Any]: ...
+    def pieces(self, index: int, step: Step) -> list[dict[str, Any]]: ...
 
-    def end(self, index: int, reason: FinishReason) -> dict[str, Any]: ...
+    def end(self, index: int, last: Step) -> dict[str, Any]: ...
 
 
 async def answer(
     request: web.Request,
     body: GenerateRequest,
-    work: Sequence[tuple[Sequence[int], SamplingParams]],
+    work: Sequence[Work],
     writer: Writer,
     start_s: float,
 ) -> web.StreamResponse:
     """Submit every prompt `n` times and send what comes back, whole or as a stream."""
-    engine = request.app[ENGINE]
-    endpoint = writer.endpoint
-    with submitted(engine, work, body.n, writer.id, endpoint, request.app[METRICS]) as answers:
-        for answer in answers:
-            answer.start_s = start_s
+    engine, metrics = request.app[ENGINE], request.app[METRICS]
+    with submitted(engine, work, body.n, writer.id, writer.endpoint, metrics, start_s) as answers:
         if body.stream:
             return await _stream(request, body, answers, writer)
-        wholes = await asyncio.gather(*(collect(answer.deltas()) for answer in answers))
-        for whole in wholes:
-            check_end(whole.finish_reason)
+        wholes = await asyncio.gather(*(collect_answer(one) for one in answers))
         choices = [writer.whole(index, whole) for index, whole in enumerate(wholes)]
         usages = Usages(body.n)
         for index, whole in enumerate(wholes):
@@ -92,19 +87,15 @@ async def _stream(
     async with open_stream(request) as response:
         try:
             async with aclosing(merge(answers)) as merged:
-                async for index, delta in merged:
-                    check_end(delta.finish_reason)
-                    usages.add(index, delta)
-                    events = []
-                    if index not in opened:
-                        opened.add(index)
-                        events += [event([choice]) for choice in writer.opening(index, delta)]
-                    if delta.text or delta.logprobs:
-                        events.append(event([writer.piece(index, delta)]))
-                    if delta.finish_reason is not None:
-                        events.append(event([writer.end(index, delta.finish_reason)]))
-                    if events:
-                        await response.write(b"".join(events))
+                async for index, step in merged:
+                    usages.add(index, step)
+                    choices = [] if index in opened else writer.opening(index, step)
+                    opened.add(index)
+                    choices += writer.pieces(index, step)
+                    if step.finish_reason is not None:
+                        choices.append(writer.end(index, step))
+                    if choices:
+                        await response.write(b"".join(event([choice]) for choice in choices))
             ending = b"data: [DONE]\n\n"
             if include_usage:
                 ending = event([], usages.to_json()) + ending
@@ -118,6 +109,7 @@ async def _stream(
 
 
 def head(response_id: str, kind: str, created_unix_s: int, model: str) -> dict[str, Any]:
+    """Give the fields that every answer and every chunk begins with."""
     return {
         "id": response_id,
         "object": kind,
@@ -128,4 +120,5 @@ def head(response_id: str, kind: str, created_unix_s: int, model: str) -> dict[s
 
 
 def identity(engine: Engine, prefix: str) -> tuple[str, int, str]:
+    """Give a new answer's id, time of making (Unix, s) and model."""
     return f"{prefix}{uuid.uuid4().hex}", int(time.time()), engine.model_name

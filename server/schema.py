@@ -22,7 +22,16 @@ from treadle.runtime.request import (
     MAX_TEMPERATURE,
     SamplingParams,
 )
-from treadle.server.conversation import MESSAGES, PROMPT
+from treadle.server.conversation import (
+    AUTO,
+    MESSAGES,
+    PROMPT,
+    REASONING_EFFORTS,
+    TOOL_CHOICE,
+    TOOLS,
+    ToolChoice,
+    check_tool_choice,
+)
 from treadle.server.fields import (
     Check,
     anything,
@@ -32,6 +41,7 @@ from treadle.server.fields import (
     list_of,
     number,
     object_of,
+    one_of,
     one_or_many,
     only,
     parse_json,
@@ -171,6 +181,22 @@ class ChatRequest(GenerateRequest):
         None,
         doc="The chat template's own switches, such as `enable_thinking`.",
     )
+    tools: tuple[dict[str, Any], ...] = declare(
+        TOOLS, (), doc="Functions that the model may call: name, description, JSON Schema."
+    )
+    tool_choice: ToolChoice | None = declare(  # noqa: RUF009, as every field here
+        TOOL_CHOICE,
+        None,
+        doc="`none`: the model isn't told of the tools. `auto`, as without: it may call them.",
+    )
+    parallel_tool_calls: bool = declare(
+        boolean(), True, doc="Allow several calls in one answer; else it ends with the first."
+    )
+    reasoning_effort: str | None = declare(
+        one_of(*REASONING_EFFORTS),
+        None,
+        doc="For models whose chat template has a switch for it; `none` turns reasoning off.",
+    )
     logprobs: bool = declare(boolean(), False, doc="Tell the log probability of each token.")
     top_logprobs: int = declare(
         whole(0, MAX_LOGPROBS), 0, doc="With `logprobs`: of this many likeliest tokens too."
@@ -184,6 +210,7 @@ class ChatRequest(GenerateRequest):
                 param="top_logprobs",
                 code="invalid_value",
             )
+        check_tool_choice(self.tool_choice or AUTO, self.tools)
         super().check()
 
     def sampling(self) -> SamplingParams:
@@ -303,15 +330,11 @@ UNSUPPORTED: dict[type[Request], dict[str, Check]] = {
     ChatRequest: {
         **_UNSUPPORTED,
         "response_format": only({"type": "text"}),
-        "tools": only([]),
-        "tool_choice": only("none", "auto"),
-        "parallel_tool_calls": only(True, False),
         "functions": only([]),
         "function_call": only("none", "auto"),
         "modalities": only(["text"]),
         "audio": only(),
         "prediction": only(),
-        "reasoning_effort": only(),
         "verbosity": only("medium"),
         "web_search_options": only(),
     },

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from treadle.ir.errors import ConfigError, QueueFullError
+from treadle.runtime.answer_formats import find_format
 from treadle.runtime.request import Engine
 
 # Up to half an hour: a long answer on a small machine takes that long.
@@ -34,6 +35,7 @@ class ServerOptions:
     stream that has nothing to say; `stuck_after_s` without a step while requests run makes /health
     fail. `api_keys`: one of them is needed for every route but /health and /ready, and /metrics
     with `open_metrics`; none: open. `cors_origins`: web pages of these origins may call, `*`: all.
+    `tool_parser`, `reasoning_parser`: how the model writes them; `auto`: as its template shows.
     Raises: ConfigError: a value out of range.
     """
 
@@ -43,6 +45,8 @@ class ServerOptions:
     stuck_after_s: float = 300.0
     open_metrics: bool = False
     cors_origins: tuple[str, ...] = ()
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     def __post_init__(self) -> None:
         if self.client_max_size_bytes < 1024:
@@ -52,6 +56,7 @@ class ServerOptions:
             )
         if self.heartbeat_s <= 0 or self.stuck_after_s <= 0:
             raise ConfigError("Expected times above 0 s for heartbeats and for a stuck engine.")
+        find_format("", self.tool_parser, self.reasoning_parser)
         for origin in self.cors_origins:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise ConfigError(

@@ -275,3 +275,17 @@ def test_answers_do_not_depend_on_how_tokens_are_grouped(
             parts = [whole.push(token_ids), whole.finish(FinishReason.LENGTH)]
             single = run(tokenizer, token_ids, params)
             assert join([p for p in parts if p != TextStep("", ())]) == join(single)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
+def test_a_special_token_that_is_shown_stands_between_what_is_around_it(
+    tokenizers: dict[str, Tokenizer], kind: str
+) -> None:
+    tokenizer = tokenizers[kind]
+    (mark,) = tokenizer.special_ids([tiny.PAD, "no such token"])
+    byte = tokenizer.encode("\x07", add_special_tokens=False)[-1]
+    hidden = IncrementalDetokenizer(tokenizer)
+    shown = IncrementalDetokenizer(tokenizer, shown_token_ids=frozenset({mark}))
+    ids = [byte, mark, byte]
+    assert "".join(hidden.push(i) for i in ids) + hidden.flush() == "\x07\x07"
+    assert "".join(shown.push(i) for i in ids) + shown.flush() == f"\x07{tiny.PAD}\x07"

@@ -16,6 +16,7 @@ from treadle.runtime.request import SamplingParams
 from treadle.server import schema
 from treadle.server.schema import ChatRequest, CompletionRequest, parse_request
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"prompt": "hi"}
 KINDS: list[tuple[type[Any], dict[str, Any]]] = [
@@ -64,11 +65,23 @@ CHAT_RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     "logprobs": ([False, True], [0, 1, "yes"]),
     "top_logprobs": ([0], [2, -1, 21, True]),
     "response_format": ([{"type": "text"}], [{"type": "json_object"}, "text"]),
-    "tools": ([[]], [[{"type": "function"}], {}]),
-    "tool_choice": (["none", "auto"], ["required", {"type": "function"}]),
+    "tools": (
+        [[], [TOOL], [TOOL | {"function": {"name": "f.g-h", "strict": False}}]],
+        [[{"type": "function"}], {}, [TOOL, TOOL], [TOOL | {"x": 1}], [{"type": "web"}], "f"],
+    ),
+    "tool_choice": (
+        ["none", "auto"],
+        [
+            "required",
+            {"type": "function"},
+            "any",
+            5,
+            {"type": "function", "function": {"name": "f"}},
+        ],
+    ),
     "parallel_tool_calls": ([True, False], [1]),
     "functions": ([[]], [[{}]]),
-    "reasoning_effort": ([], ["low"]),
+    "reasoning_effort": (["none", "low"], ["much", 5]),
     "add_generation_prompt": ([True, False], ["no"]),
     "chat_template_kwargs": ([{}, {"enable_thinking": False}], [[], {"tools": []}]),
 }
@@ -225,3 +238,23 @@ def test_the_reference_page_lists_every_field() -> None:
         assert set(rows) >= {field.name for field in dataclasses.fields(kind)}
         assert all(all(row) for row in rows.values())
         assert [rows[name][2] for name in base] == ["required"]
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 257, 5, None, "é"])
+def test_a_functions_name_is_checked(name: Any) -> None:
+    error = refused(ChatRequest, **CHAT, tools=[{"type": "function", "function": {"name": name}}])
+    assert error.param == "tools.0.function.name"
+
+
+def test_tools_reach_the_template_in_the_clients_order() -> None:
+    function = {"parameters": {"b": 1, "a": 2}, "name": "f", "description": None, "strict": False}
+    (tool,) = parse(ChatRequest, **CHAT, tools=[{"type": "function", "function": function}]).tools
+    assert list(tool["function"].items()) == [("parameters", {"b": 1, "a": 2}), ("name", "f")]
+
+
+def test_a_forced_tool_must_be_there() -> None:
+    named = {"type": "function", "function": {"name": "g"}}
+    for choice, tools in [("required", []), (named, []), (named, [TOOL])]:
+        assert refused(ChatRequest, **CHAT, tool_choice=choice, tools=tools).param == "tool_choice"
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        assert parse(ChatRequest, **CHAT, tool_choice=choice, tools=[TOOL]).tool_choice

@@ -40,6 +40,7 @@ def save_byte_level(
     template: str | None = TEMPLATE,
     adds_bos: bool = False,
     merges: Sequence[tuple[str, str]] = (),
+    specials: Sequence[str] = (),
 ) -> Path:
     """Save a byte-level tokenizer: token b is byte b, then merges, specials, and plain `pieces`."""
     vocabulary = {character: byte for byte, character in enumerate(byte_alphabet())}
@@ -50,7 +51,7 @@ def save_byte_level(
     # As in the checkpoints of `tests/checkpoints.py`: what a piece is marked with is not text.
     edit = decoders.Replace(Regex("⟪[0-9]+⟫"), "")
     tokenizer.decoder = decoders.Sequence([edit, decoders.ByteLevel()])
-    return _save(tokenizer, folder, pieces, template, adds_bos)
+    return _save(tokenizer, folder, pieces, template, adds_bos, specials)
 
 
 def save_sentencepiece(
@@ -93,9 +94,14 @@ def save_words(folder: Path, decoder: decoders.Decoder | None = None) -> Path:
 
 
 def _save(
-    tokenizer: Tokenizer, folder: Path, pieces: Sequence[str], template: str | None, adds_bos: bool
+    tokenizer: Tokenizer,
+    folder: Path,
+    pieces: Sequence[str],
+    template: str | None,
+    adds_bos: bool,
+    specials: Sequence[str] = (),
 ) -> Path:
-    tokenizer.add_special_tokens([BOS, EOS, PAD])
+    tokenizer.add_special_tokens([BOS, EOS, PAD, *specials])
     # Without `normalized=False` a piece is looked for in the text after normalisation.
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
     if adds_bos:

@@ -1,0 +1,135 @@
+"""One turn of a conversation, whatever protocol asked: its prompt, tools, and answer's form.
+
+Must not know protocols: each reads its own request into this, and writes the answer's parts down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from aiohttp import web
+
+from treadle.ir.errors import RequestError
+from treadle.runtime.answer_formats import AnswerFormat, find_format
+from treadle.runtime.request import SamplingParams, fit_to_window
+from treadle.server.answers import Work
+from treadle.server.conversation import AUTO, ToolChoice
+from treadle.server.prompts import check_stop_ids, encode_chat
+from treadle.server.state import ENGINE, OPTIONS
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Hold what is asked for. `tools` are as templates take them: {"type": "function", ...}.
+
+    The names of the protocol's fields are for errors.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    params: SamplingParams
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: ToolChoice = AUTO
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool = True
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    messages_param: str = "messages"
+    max_tokens_param: str = "max_tokens"
+    effort_param: str = "reasoning_effort"
+
+
+def answer_format(app: web.Application) -> AnswerFormat:
+    """Give how the served model's answers are told apart."""
+    options = app[OPTIONS]
+    template = app[ENGINE].tokenizer.chat_template
+    return find_format(template, options.tool_parser, options.reasoning_parser)
+
+
+async def prepare(app: web.Application, turn: Turn) -> Work:
+    """Render a turn and give what to submit for it.
+
+    Raises: RequestError: its prompt does not fit, its tools can't be offered, or the template
+    refuses it.
+    """
+    engine, format_ = app[ENGINE], answer_format(app)
+    template = engine.tokenizer.chat_template
+    offers_tools = bool(turn.tools) and turn.tool_choice.mode != "none"
+    if offers_tools:
+        _check_tools(turn, template, format_)
+    prompt = await asyncio.to_thread(
+        encode_chat,
+        engine,
+        turn.messages,
+        tools=turn.tools if offers_tools else None,
+        add_generation_prompt=turn.add_generation_prompt,
+        template_kwargs={**_effort_switches(turn, template), **turn.template_kwargs},
+        param=turn.messages_param,
+    )
+    shown = engine.tokenizer.special_ids(format_.tokens(with_calls=offers_tools))
+    params = fit_to_window(
+        replace(check_stop_ids(engine, turn.params), shown_token_ids=shown),
+        len(prompt.token_ids),
+        engine.max_model_len,
+        prompt_param=turn.messages_param,
+        max_tokens_param=turn.max_tokens_param,
+    )
+    schemas = {
+        tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in turn.tools
+    }
+    tools = schemas if offers_tools else None
+    return Work(
+        prompt.token_ids,
+        params,
+        make_parser=lambda: format_.parser(prompt.text, tools),
+        one_call=offers_tools and not turn.parallel_tool_calls,
+    )
+
+
+def _check_tools(turn: Turn, template: str, format_: AnswerFormat) -> None:
+    """Refuse tools that the model would not hear of, or whose calls could not be read."""
+    if "tools" not in template:
+        raise RequestError(
+            "The model's chat template has no place for `tools`, so it would never hear of them.",
+            remedy="Leave `tools` out, or serve a model that was trained to call tools.",
+            param="tools",
+            code="unsupported_field",
+        )
+    if not format_.has_calls:
+        raise RequestError(
+            "The model's chat template doesn't show in which form it writes tool calls, so `tools` "
+            "can't be offered.",
+            remedy="The server's option --tool-parser names a form.",
+            param="tools",
+            code="unsupported_field",
+        )
+    if turn.tool_choice.mode in ("required", "named"):
+        raise RequestError(
+            "A `tool_choice` that forces a call is not supported yet: expected 'auto' or 'none'.",
+            remedy="Leave it out, and say in the prompt that a tool must be used.",
+            param="tool_choice",
+            code="unsupported_field",
+        )
+
+
+def _effort_switches(turn: Turn, template: str) -> dict[str, Any]:
+    """Give a wish for more or less reasoning to the template, by the switches that it has."""
+    effort = turn.reasoning_effort
+    if effort is None:
+        return {}
+    switches: dict[str, Any] = {}
+    if "reasoning_effort" in template and effort != "none":
+        switches["reasoning_effort"] = effort
+    if "enable_thinking" in template:
+        switches["enable_thinking"] = effort != "none"
+    if not switches:
+        raise RequestError(
+            f"`{turn.effort_param}` is not supported by this model: its chat template has no "
+            "switch for reasoning.",
+            remedy="Leave it out.",
+            param=turn.effort_param,
+            code="unsupported_field",
+        )
+    return switches
