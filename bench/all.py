@@ -25,8 +25,10 @@ STEPS: dict[str, list[str]] = {
     "prefill": ["--prompts", "1x1024,8x1024,1x512,1x2048,1x8192"],
     "kernels": ["--batches", "1,2,8,32,64,256", "--prompts", "1x1024,8x1024,1x8192"],
     "startup": [],
+    "host_time": ["--batches", "256,1"],
     "throughput": ["--shapes", "1024x1024", "--concurrency", "256"],
-    "throughput-more": ["--shapes", "128x2048,2048x128", "--concurrency", "1,16,64,256"],
+    "serve": [],
+    "throughput-more": ["--shapes", "mix,128x2048,2048x128", "--concurrency", "256,64,16,1"],
     "decode-long": ["--batches", "1,32", "--contexts", "128,8192", "--models", "llama-3.1-8b"],
 }
 

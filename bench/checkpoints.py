@@ -41,10 +41,11 @@ def write_checkpoint(name: str, folder: Path, num_layers: int = 0) -> Path:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shard: dict[str, torch.Tensor] = {}
     index: dict[str, str] = {}
-    number = 0
+    number = total_bytes = 0
 
     def flush() -> None:
-        nonlocal number
+        nonlocal number, total_bytes
+        total_bytes += sum(tensor.nbytes for tensor in shard.values())
         file = f"model-{number:05}.safetensors"
         save_file(shard, path / file, metadata={"format": "pt"})
         index.update(dict.fromkeys(shard, file))
@@ -61,7 +62,8 @@ def write_checkpoint(name: str, folder: Path, num_layers: int = 0) -> Path:
         if sum(tensor.nbytes for tensor in shard.values()) >= SHARD_BYTES:
             flush()
     flush()
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    about = {"metadata": {"total_size": total_bytes}, "weight_map": index}
+    (path / "model.safetensors.index.json").write_text(json.dumps(about))
     (path / "config.json").write_text(json.dumps(values, indent=1))
     _write_tokenizer(path, config.vocab_size)
     (path / "complete").write_text("")

@@ -22,6 +22,7 @@ from treadle.runtime.console import print_table  # noqa: E402
 
 GOALS = ROOT / "bench" / "goals.json"
 RESULTS = ROOT / "bench" / "results" / "NVIDIA_H200"
+FAILURES = ".failures.json"  # as `rows.py` names them, which needs torch
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,13 @@ def _rows(path: Path) -> dict[str, Any]:
         ) from None
 
 
+def failures(goals: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """Tell which cases failed when they were last measured, and with what."""
+    for bench in goals:
+        for case, failure in _rows(folder / f"{bench}{FAILURES}").items():
+            yield f"failed: {bench}: {case}: {failure['trace'][-1]}"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the table and give the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -101,9 +109,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="a machine's results folder")
     parser.add_argument("--strict", action="store_true", help="not measured counts as missed")
     asked = parser.parse_args(arguments)
-    found = list(verdicts(json.loads(asked.goals.read_text()), asked.results))
+    goals = json.loads(asked.goals.read_text())
+    found = list(verdicts(goals, asked.results))
     header = ("bench", "case", "measured", "goal", "verdict", "date", "")
     print_table([header, *(verdict.cells() for verdict in found)])
+    for line in failures(goals, asked.results):
+        print(line)
     counts = {
         word: sum(verdict.word == word for verdict in found)
         for word in ("met", "missed", "not measured")

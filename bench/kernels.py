@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,25 +21,37 @@ sys.path[:] = [str(ROOT / ".import"), *[p for p in sys.path if Path(p or ".").re
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
+from treadle.bench.cases import add_options, play  # noqa: E402
 from treadle.bench.random_models import CONFIGS, BenchEngine, build_engine  # noqa: E402
-from treadle.bench.rows import Row, conditions, with_goal, write_rows  # noqa: E402
+from treadle.bench.rows import Row, conditions, with_goal  # noqa: E402
 from treadle.bench.timing import Spread, time_us  # noqa: E402
 from treadle.ir.cost import op_cost  # noqa: E402
 from treadle.ir.graph import Graph, Op  # noqa: E402
 from treadle.runtime import machine  # noqa: E402
+from treadle.runtime.console import print_table  # noqa: E402
 from treadle.runtime.planner import bucket_dims  # noqa: E402
 from treadle.runtime.roofs import Roofs, measure_roofs  # noqa: E402
 from treadle.runtime.trial import SelectedProgram  # noqa: E402
 from treadle.runtime.triton_program import TritonProgram  # noqa: E402
 from treadle.runtime.tuner import Workload  # noqa: E402
 
-CUBLAS, SDPA = "cuBLAS", "torch SDPA"
+CUBLAS = "cuBLAS"
+# Each is a peer where it can do the op; the first of them that can is the one to compare with.
+SDPA = {
+    "cuDNN SDPA": [SDPBackend.CUDNN_ATTENTION],
+    "flash SDPA": [SDPBackend.FLASH_ATTENTION],
+    "torch SDPA": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One kernel of one step, its launches' time each, and the peer's for the same op."""
+    """One kernel of one step, its launches' time each, and the peers' for the same op, in µs.
+
+    `missing` says of a peer why it is not there.
+    """
 
     model: str
     work: Workload
@@ -47,14 +61,19 @@ class Measured:
     spread: Spread
     flops: int
     bytes: int
-    peer: str = ""
-    peer_us: float = 0.0
+    peers: Mapping[str, float] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
     weights: tuple[str, ...] = ()
 
     @property
+    def peer(self) -> str:
+        """The peer to compare with, empty where there is none."""
+        return next(iter(self.peers), "")
+
+    @property
     def ratio(self) -> float:
-        """The peer's time over ours: above 1 ours is faster."""
-        return self.peer_us / self.spread.us if self.peer_us else 0.0
+        """That peer's time over ours: above 1 ours is faster."""
+        return self.peers[self.peer] / self.spread.us if self.peers else 0.0
 
     @property
     def is_layer_projection(self) -> bool:
@@ -95,7 +114,8 @@ def measure(
     dims = bucket_dims(engine.trial.engine, work.step, bucket)
     # Of a causal score half is computed.
     dims["C"] = work.context_tokens // (2 if work.step == "mixed" else 1)
-    for module, indices in by_module.items():
+    # The first of a name is that of most layers; others get a number.
+    for module, indices in sorted(by_module.items(), key=lambda item: -len(item[1])):
         selected = SelectedProgram(program, indices)
         spread = time_us(
             lambda selected=selected: selected.run(work.bucket, work.num_seqs),  # type: ignore[misc]
@@ -131,55 +151,82 @@ def _with_peer(
     program: TritonProgram,
     rounds: int,
 ) -> Measured:
-    """Time the library's way to do the op's heavy part, over the same weights or as much cache."""
-    kinds = {inner.kind: inner for inner in ops[0].plain}
+    """Time libraries doing the op's heavy part, over the same weights or as much cache."""
     device = engine.trial.state.packed.device
+    kinds = {inner.kind: inner for inner in ops[0].plain}
     if "linear" in kinds:
         names = [name for op in ops for name in op.inputs if name.startswith("@")]
-        matrices = [
-            (name, program.tensors[name]) for name in names if program.tensors[name].dim() == 2
-        ]
-        inputs = {
-            tensor.shape[1]: torch.randn(
-                found.rows, tensor.shape[1], device=device, dtype=tensor.dtype
-            )
-            for _, tensor in matrices
+        matrices = {
+            name: program.tensors[name] for name in names if program.tensors[name].dim() == 2
         }
-
-        def multiply() -> None:
-            for _, tensor in matrices:
-                torch.mm(inputs[tensor.shape[1]], tensor.t())
-
-        peer = time_us(multiply, device, rounds).per(len(ops))
-        weights = tuple(name for name, _ in matrices)
-        return replace(found, peer=CUBLAS, peer_us=peer.us, weights=weights)
+        call = _multiply(list(matrices.values()), found.rows)
+        found = replace(found, weights=tuple(matrices))
+        return _timed_beside(found, {CUBLAS: call}, len(ops), rounds, device)
     if "attention" in kinds:
-        params = kinds["attention"].params
-        count, context = found.work.num_seqs, found.work.context_tokens
-        is_prompt = found.work.step == "mixed"
-        dtype = graph.type_of(ops[0].outputs[0]).dtype
-        cache = next(iter(engine.trial.state.caches.values()))[0]
-        assert dtype, "an attention has a result"
+        calls = _attend(kinds["attention"], len(ops), found.work, engine)
+        return _timed_beside(found, calls, len(ops), rounds, device)
+    return found
 
-        def tensor(heads: int, tokens: int) -> torch.Tensor:
-            shape = (count, heads, tokens, params.head_dim)
-            return torch.randn(*shape, device=device, dtype=cache.dtype)
 
-        query = tensor(params.num_heads, context if is_prompt else 1)
-        caches = [
-            (tensor(params.num_kv_heads, context), tensor(params.num_kv_heads, context))
-            for _ in ops
-        ]
+def _timed_beside(
+    found: Measured,
+    calls: Mapping[str, Callable[[], object]],
+    count: int,
+    rounds: int,
+    device: torch.device,
+) -> Measured:
+    """Add each peer's time, or why there is none: a library that can't do it stops nothing."""
+    peers, missing = {}, {}
+    for name, call in calls.items():
+        if name == "torch SDPA" and peers:
+            continue  # it stands in for those that specialise
+        try:
+            peers[name] = time_us(call, device, rounds).per(count).us
+        except RuntimeError as error:
+            missing[name] = str(error).splitlines()[0].partition(". ")[0]
+    return replace(found, peers=peers, missing=missing)
 
-        def attend() -> None:
+
+def _multiply(matrices: list[torch.Tensor], rows: int) -> Callable[[], object]:
+    """Give the products with each matrix, by cuBLAS on an NVIDIA GPU."""
+    inputs = {
+        matrix.shape[1]: torch.randn(
+            rows, matrix.shape[1], device=matrix.device, dtype=matrix.dtype
+        )
+        for matrix in matrices
+    }
+
+    def multiply() -> None:
+        for matrix in matrices:
+            torch.mm(inputs[matrix.shape[1]], matrix.t())
+
+    return multiply
+
+
+def _attend(
+    op: Op, layers: int, work: Workload, engine: BenchEngine
+) -> dict[str, Callable[[], object]]:
+    """Give each of torch's ways to attend to contiguous keys and values, those of each layer."""
+    params, is_prompt = op.params, work.step == "mixed"
+    cache = next(iter(engine.trial.state.caches.values()))[0]
+
+    def tensor(heads: int, tokens: int) -> torch.Tensor:
+        shape = (work.num_seqs, heads, tokens, params.head_dim)
+        return torch.randn(*shape, device=cache.device, dtype=cache.dtype)
+
+    query = tensor(params.num_heads, work.context_tokens if is_prompt else 1)
+    caches = [
+        tuple(tensor(params.num_kv_heads, work.context_tokens) for _ in "kv") for _ in range(layers)
+    ]
+
+    def attend(backends: list[SDPBackend]) -> None:
+        with sdpa_kernel(backends):
             for keys, values in caches:
                 F.scaled_dot_product_attention(
                     query, keys, values, is_causal=is_prompt, enable_gqa=True
                 )
 
-        peer = time_us(attend, device, rounds).per(len(ops))
-        return replace(found, peer=SDPA, peer_us=peer.us)
-    return found
+    return {name: partial(attend, backends) for name, backends in SDPA.items()}
 
 
 def to_row(found: Measured, roofs: Roofs, stated: dict[str, object]) -> Row:
@@ -198,39 +245,34 @@ def to_row(found: Measured, roofs: Roofs, stated: dict[str, object]) -> Row:
         "of_memory_roof": moved / roofs.bytes_per_s,
         "of_compute_roof": computed / roofs.matmul_flops_per_s,
     }
+    if found.missing:
+        more["missing_peers"] = dict(found.missing)
     floor_s = max(found.bytes / roofs.bytes_per_s, found.flops / roofs.matmul_flops_per_s)
-    peers = {found.peer: found.peer_us} if found.peer else {}
-    return Row(
-        "kernels", case, found.spread.us, "µs", "lower", None, 1e6 * floor_s, peers, stated | more
-    )
+    us, peers = found.spread.us, dict(found.peers)
+    return Row("kernels", case, us, "µs", "lower", None, 1e6 * floor_s, peers, stated | more)
 
 
-def _most_launched(one: Measured) -> int:
-    return -one.launches
-
-
-def numbered(rows: list[Row]) -> list[Row]:
+def numbered(rows: Iterable[Row]) -> Iterator[Row]:
     """Number the cases that repeat: the first layer's kernels beside those of the others."""
     counts: dict[str, int] = {}
-    found = []
     for row in rows:
         counts[row.case] = counts.get(row.case, 0) + 1
         number = counts[row.case]
-        found.append(replace(row, case=f"{row.case} ({number})") if number > 1 else row)
-    return found
+        yield replace(row, case=f"{row.case} ({number})") if number > 1 else row
 
 
 def summaries(
     model: str, found: list[Measured], roofs: Roofs, stated: dict[str, object]
 ) -> list[Row]:
-    """Give the figures that goals are set for, of what was measured."""
+    """Give the figures that goals are set for, of what was measured so far."""
     rows: list[Row] = []
+    over = {"works": list(dict.fromkeys(str(one.work) for one in found))}
 
     def add(what: str, value: float, unit: str) -> None:
-        goal, peers = with_goal("kernels", f"{model} {what}")
-        rows.append(
-            Row("kernels", f"{model} {what}", value, unit, "higher", goal, None, peers, stated)
-        )
+        case = f"{model} {what}"
+        goal, peers = with_goal("kernels", case)
+        more = stated | over
+        rows.append(Row("kernels", case, value, unit, "higher", goal, None, peers, more))
 
     linears = [one for one in found if one.is_layer_projection]
     few = [one.ratio for one in linears if 2 <= one.rows <= 64]
@@ -245,11 +287,11 @@ def summaries(
             add(f"{what}, geometric mean", geometric_mean(ratios), f"× {CUBLAS}")
     for one in found:
         sizes = f"{one.work.num_seqs}x{one.work.context_tokens}"
-        if one.peer == SDPA and one.work.step == "decode":
+        if one.peer in SDPA and one.work.step == "decode":
             share = one.bytes / one.spread.us * 1e6 / roofs.bytes_per_s
             add(f"decode attention {sizes}", 100 * share, "% of the read ceiling")
-        elif one.peer == SDPA:
-            add(f"prefill attention {sizes}", one.ratio, f"× {SDPA}")
+        elif one.peer in SDPA:
+            add(f"prefill attention {sizes}", one.ratio, f"× {one.peer}")
     return rows
 
 
@@ -267,8 +309,8 @@ def parse_works(batches: str, prompts: str, context: int) -> list[Workload]:
     return works
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Time the kernels of the command line's steps and write their rows."""
+def main(arguments: list[str] | None = None) -> int:
+    """Time the kernels of the command line's steps, write their rows, and give the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="llama-3.1-8b", choices=list(CONFIGS))
     parser.add_argument("--batches", default="1,2,4,8,16,32,64,128,256", help="decode steps")
@@ -279,33 +321,60 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--target", default="cuda", choices=["cuda", "interpret"])
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "f16", "f32"])
     parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--out", type=Path, help="a folder for kernels.json (default: results/)")
-    asked = parser.parse_args(arguments)
+    add_options(parser)
+    began_s, asked = time.monotonic(), parser.parse_args(arguments)
     device = machine.device_of(asked.target)
     roofs = measure_roofs(device, small=device.type != "cuda")
+    print(
+        f"roofs: {roofs.bytes_per_s / 1e9:,.0f} GB/s, "
+        f"{roofs.matmul_flops_per_s / 1e12:,.0f} TFLOP/s",
+        flush=True,
+    )
     stated = conditions(
         dtype=asked.dtype, weights="random", page_size=asked.page_size, roofs=roofs.to_json()
     )
     found: list[Measured] = []
-    for work in parse_works(asked.batches, asked.prompts, asked.context):
-        for one in measure(
-            asked.model,
-            work,
-            target=asked.target,
-            dtype=asked.dtype,
-            layers=asked.layers,
-            rounds=asked.rounds,
-            page_size=asked.page_size,
-        ):
-            found.append(one)
-            peer = f", {one.peer} {one.peer_us:.2f} ({one.ratio:.2f}×)" if one.peer else ""
-            print(f"{work} {one.kernel} ×{one.launches}: {one.spread.us:.2f} µs{peer}", flush=True)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    rows = numbered([to_row(one, roofs, stated) for one in sorted(found, key=_most_launched)])
-    rows += summaries(asked.model, found, roofs, stated)
-    print(write_rows("kernels", rows, asked.out))
+
+    def measure_work(work: Workload) -> Iterator[Row]:
+        def remembered() -> Iterator[Row]:
+            for one in measure(
+                asked.model,
+                work,
+                target=asked.target,
+                dtype=asked.dtype,
+                layers=asked.layers,
+                rounds=asked.rounds,
+                page_size=asked.page_size,
+            ):
+                found.append(one)
+                yield to_row(one, roofs, stated)
+
+        yield from numbered(remembered())
+        yield from summaries(asked.model, found, roofs, stated)
+
+    works = parse_works(asked.batches, asked.prompts, asked.context)
+    ends = play("kernels", [(str(w), partial(measure_work, w)) for w in works], asked, began_s)
+    print_table(
+        [
+            ("step", "kernel", "rows", "each µs", "of the memory's roof", "of matmul's", "peers"),
+            *(_cells(one, roofs) for one in found),
+        ]
+    )
+    return ends.exit_code
+
+
+def _cells(one: Measured, roofs: Roofs) -> tuple[str, ...]:
+    peers = (f"{name} {us:.2f} µs ({us / one.spread.us:.2f}×)" for name, us in one.peers.items())
+    return (
+        str(one.work),
+        f"{one.kernel} ×{one.launches}",
+        str(one.rows),
+        f"{one.spread.us:.2f}",
+        f"{100e6 * one.bytes / one.spread.us / roofs.bytes_per_s:.0f} %",
+        f"{100e6 * one.flops / one.spread.us / roofs.matmul_flops_per_s:.0f} %",
+        ", ".join([*peers, *(f"no {name}: {why}" for name, why in one.missing.items())]),
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

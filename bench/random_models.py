@@ -94,7 +94,7 @@ CONFIGS: dict[str, dict[str, object]] = {
         "head_dim": 16,
         "intermediate_size": 128,
         "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
         "rope_theta": 10000.0,
         "torch_dtype": "float32",

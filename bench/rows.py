@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -21,6 +22,7 @@ from treadle.ir.files import write_whole
 BENCH = Path(__file__).resolve().parent
 GOALS = BENCH / "goals.json"
 RESULTS = BENCH / "results"
+FAILURES = ".failures.json"
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,8 @@ class Row:
 
 def conditions(**extra: object) -> dict[str, object]:
     """Give what a figure depends on: machine, versions, date, commit, and `extra`."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return {
-        "gpu": gpu,
+        "gpu": _gpu_name(),
         "cpu": platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -54,9 +55,11 @@ def conditions(**extra: object) -> dict[str, object]:
 
 
 def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=BENCH, capture_output=True, text=True
-    )
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True)
+    except FileNotFoundError:
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 
@@ -68,9 +71,43 @@ def with_goal(bench: str, case: str) -> tuple[float | None, dict[str, float]]:
 
 def write_rows(bench: str, rows: list[Row], folder: Path | None = None) -> Path:
     """Merge rows, by case, into the benchmark's results file of this machine."""
-    machine = str(rows[0].conditions.get("gpu") or "cpu").replace(" ", "_")
-    path = (folder or RESULTS / machine) / f"{bench}.json"
-    known = {row["case"]: row for row in json.loads(path.read_text())} if path.is_file() else {}
-    known.update({row.case: asdict(row) for row in rows})
-    write_whole(path, json.dumps(list(known.values()), indent=1) + "\n")
+    path = _home(folder) / f"{bench}.json"
+    _merge(path, {row.case: asdict(row) for row in rows})
     return path
+
+
+def write_failure(bench: str, case: str, trace: str, folder: Path | None = None) -> Path:
+    """Write down that a case failed and where, beside the rows; an older figure of it stays."""
+    path = _home(folder) / f"{bench}{FAILURES}"
+    trouble = {"bench": bench, "case": case, "trace": trace.splitlines()}
+    _merge(path, {case: {**trouble, "conditions": conditions()}})
+    return path
+
+
+def forget_failure(bench: str, case: str, folder: Path | None = None) -> None:
+    """Take back what `write_failure` wrote of a case; a file without failures goes."""
+    path = _home(folder) / f"{bench}{FAILURES}"
+    known = _read(path)
+    if known.pop(case, None) is None:
+        return
+    if known:
+        write_whole(path, json.dumps(list(known.values()), indent=1) + "\n")
+    else:
+        path.unlink()
+
+
+def _home(folder: Path | None) -> Path:
+    """Give the folder of this machine's results, or the one that was asked for."""
+    return folder or RESULTS / (_gpu_name().replace(" ", "_") or "cpu")
+
+
+def _gpu_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
+def _read(path: Path) -> dict[str, object]:
+    return {row["case"]: row for row in json.loads(path.read_text())} if path.is_file() else {}
+
+
+def _merge(path: Path, by_case: Mapping[str, object]) -> None:
+    write_whole(path, json.dumps(list({**_read(path), **by_case}.values()), indent=1) + "\n")

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from treadle.ir.errors import KernelError, QueueFullError, RequestError, TreadleError
 from treadle.runtime.executor import Executor, StepResult
+from treadle.runtime.host_times import COMMANDS, COMPLETE, IDLE, PUBLISH, SCHEDULE, WAIT
 from treadle.runtime.request import Delta, FinishReason, SamplingParams, TokenLogprobs, Usage
 from treadle.runtime.scheduler import Scheduler, StepPlan, TokenEvent
 from treadle.runtime.text import TextStep, TextStream
@@ -357,15 +358,18 @@ class Engine:
 
     def _serve(self) -> None:
         scheduler, executor = self.model.scheduler, self.model.executor
+        lap = executor.times.lap
         in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         while True:
             while self._commands:
                 self._commands.popleft()()
+            lap(COMMANDS)
             if self._stopping and not in_flight:
                 return
             plan = None
             if not self._stopping and len(in_flight) < scheduler.max_in_flight:
                 plan = scheduler.schedule()
+                lap(SCHEDULE)
             if plan is not None:
                 in_flight.append((plan, executor.launch(plan)))
                 if len(in_flight) < scheduler.max_in_flight:
@@ -377,9 +381,14 @@ class Engine:
                 self._update_stats()
                 self._wake.wait(IDLE_WAIT_S)
                 self._wake.clear()
+                lap(IDLE)
 
     def _complete(self, plan: StepPlan, result: StepResult) -> None:
-        events = self.model.scheduler.complete(plan, result.tokens())
+        lap = self.model.executor.times.lap
+        tokens = result.tokens()
+        lap(WAIT)
+        events = self.model.scheduler.complete(plan, tokens)
+        lap(COMPLETE)
         self._last_step_at = time.monotonic()
         self._update_stats()
         logprobs = result.logprobs()
@@ -391,6 +400,7 @@ class Engine:
         ]
         if news:
             self._publish(news)
+        lap(PUBLISH)
 
     def _describe(self, event: TokenEvent, logprobs: Mapping[str, TokenLogprobs]) -> _News:
         sequence, token, reason = event

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from treadle.runtime.batch import BatchWriter, HostRing
+from treadle.runtime.host_times import LAUNCH, WRITE, HostTimes
 from treadle.runtime.logprobs import PendingLogprobs, Wish
 from treadle.runtime.request import TokenLogprobs
 from treadle.runtime.scheduler import StepPlan
@@ -57,8 +58,9 @@ class Executor:
         self, state: DeviceState, decode: Mapping[int, Program], mixed: Mapping[int, Program]
     ) -> None:
         self.state = state
-        self._decode = dict(sorted(decode.items()))
-        self._mixed = dict(sorted(mixed.items()))
+        self.times = HostTimes()
+        self.decode = dict(sorted(decode.items()))
+        self.mixed = dict(sorted(mixed.items()))
         self._writer = BatchWriter(state)
         self._stream = torch.cuda.Stream() if state.packed.is_cuda else None
         self._fetched = HostRing(state.tensors["seq_rows"])  # a token per sequence
@@ -77,13 +79,15 @@ class Executor:
         num_seqs = len(plan.rows)
         self._writer.write_rows(plan)
         if plan.is_decode_only:
-            bucket = _smallest(self._decode, num_seqs)
+            bucket = _smallest(self.decode, num_seqs)
             self._writer.write_decode(plan, bucket)
-            values = self._decode[bucket].run(num_seqs, num_seqs)
+            self.times.lap(WRITE)
+            values = self.decode[bucket].run(num_seqs, num_seqs)
         else:
             self._writer.write_mixed(plan)
-            bucket = _smallest(self._mixed, plan.num_tokens)
-            values = self._mixed[bucket].run(plan.num_tokens, num_seqs)
+            bucket = _smallest(self.mixed, plan.num_tokens)
+            self.times.lap(WRITE)
+            values = self.mixed[bucket].run(plan.num_tokens, num_seqs)
         fetched = self._fetched.take()
         fetched[:num_seqs].copy_(values["tokens"][:num_seqs], non_blocking=True)
         logprobs = None
@@ -96,6 +100,7 @@ class Executor:
         if self._stream is not None:
             done = torch.cuda.Event()
             done.record()
+        self.times.lap(LAUNCH)
         return StepResult(fetched, num_seqs, done, logprobs)
 
     def _read_wishes(self, plan: StepPlan) -> None:

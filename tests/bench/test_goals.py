@@ -51,6 +51,22 @@ def test_what_was_not_measured_is_told_and_fails_only_when_asked(
     assert run(tmp_path / "more", {"fast": 2.0}, "--strict") == 1
 
 
+def test_cases_that_failed_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "more").mkdir()
+    assert run(tmp_path / "more", {"fast": 2.0}) == 0
+    failure = {"case": "slow", "trace": ["Traceback", "ValueError: too slow"]}
+    (tmp_path / "more/results/decode.failures.json").write_text(json.dumps([failure]))
+    goals.main(
+        [
+            "--goals",
+            str(tmp_path / "more/goals.json"),
+            "--results",
+            str(tmp_path / "more/results"),
+        ]
+    )
+    assert "failed: decode: slow: ValueError: too slow" in capsys.readouterr().out
+
+
 def test_the_project_s_goals_are_complete() -> None:
     found = list(goals.verdicts(json.loads(goals.GOALS.read_text()), goals.RESULTS))
     assert {verdict.bench for verdict in found} == {
@@ -59,5 +75,6 @@ def test_the_project_s_goals_are_complete() -> None:
         "kernels",
         "throughput",
         "startup",
+        "host_time",
     }
     assert {verdict.better for verdict in found} <= {"lower", "higher"}
