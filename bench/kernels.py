@@ -176,7 +176,8 @@ def _timed_beside(
     device: torch.device,
 ) -> Measured:
     """Add each peer's time, or why there is none: a library that can't do it stops nothing."""
-    peers, missing = {}, {}
+    peers: dict[str, float] = {}
+    missing: dict[str, str] = {}
     for name, call in calls.items():
         if name == "torch SDPA" and peers:
             continue  # it stands in for those that specialise

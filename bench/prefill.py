@@ -40,8 +40,9 @@ def floor_ms(engine: BenchEngine, num_seqs: int, tokens: int) -> float:
     return 1e3 * sum(op_cost(op, graph, dims).flops for op in graph.ops) / MATMUL_FLOPS_PER_S
 
 
-def measure(name: str, num_seqs: int, tokens: int, asked: argparse.Namespace) -> Iterator[Row]:
-    """Time a step of `num_seqs` whole prompts of so many tokens each."""
+def measure(name: str, text: str, asked: argparse.Namespace) -> Iterator[Row]:
+    """Time a step of whole prompts, of which `text` says how many of how many tokens: `8x1024`."""
+    num_seqs, tokens = map(int, text.split("x"))
     device = machine.device_of(asked.target)
     total = num_seqs * tokens
     bucket = max(total, 16)
@@ -66,7 +67,7 @@ def measure(name: str, num_seqs: int, tokens: int, asked: argparse.Namespace) ->
     launched_ms = 1e3 * best_seconds(step, device, rounds=min(asked.rounds, 5))
     spread = time_us(step, device, asked.rounds, before=lambda: length.fill_(tokens))
     assert bool(torch.isfinite(program.values["logits"]).all()), "logits are not finite"
-    case = f"{name} {num_seqs}x{tokens}"
+    case = f"{name} {text}"
     goal, peers = with_goal("prefill", case)
     stated = conditions(
         dtype=asked.dtype,
@@ -94,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_options(parser)
     began_s, asked = time.monotonic(), parser.parse_args(arguments)
     cases = [
-        (f"{name} {text}", partial(measure, name, *map(int, text.split("x")), asked))
+        (f"{name} {text}", partial(measure, name, text, asked))
         for name in asked.models.split(",")
         for text in asked.prompts.split(",")
     ]

@@ -27,13 +27,20 @@ class Program(Protocol):
         """Run a step whose inputs lie in the state; give at least `tokens` and `logits`."""
 
 
+class Mark(Protocol):
+    """Tell when the device has come so far, as a CUDA event does."""
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """Hold the tokens of a step that may still be running."""
 
     _tokens: torch.Tensor
     _count: int
-    _done: torch.cuda.Event | None
+    _done: Mark | None
     _logprobs: PendingLogprobs | None = None
 
     def tokens(self) -> list[int]:
@@ -96,7 +103,7 @@ class Executor:
             logprobs = PendingLogprobs(
                 self._wishes, self._wished_slices, values["logits"], values["tokens"]
             )
-        done = None
+        done: torch.cuda.Event | None = None
         if self._stream is not None:
             done = torch.cuda.Event()
             done.record()
