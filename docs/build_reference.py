@@ -32,7 +32,7 @@ from treadle.kernels.lower import Situation, lower  # noqa: E402
 from treadle.models import registry  # noqa: E402
 from treadle.models.config import ModelConfig, from_hf  # noqa: E402
 from treadle.runtime import answer_formats, call_formats, pipeline_config  # noqa: E402
-from treadle.server import app, errors, schema, state  # noqa: E402
+from treadle.server import app, errors, messages_request, schema, state  # noqa: E402
 
 NOTICE = "<!-- Written by `make docs` from the code; changes here are lost. -->"
 BEGIN, END = "<!-- begin {}: written by `make docs` -->", "<!-- end {} -->"
@@ -494,6 +494,18 @@ def tokenize_section() -> list[str]:
     return table("endpoint | field | accepts | default | meaning", rows)
 
 
+def messages_section() -> list[str]:
+    """List the fields of Anthropic's messages."""
+    kind = messages_request.MessagesRequest
+    counted = {field.name for field in fields(messages_request.CountTokensRequest)}
+    both = {True: "both", False: "messages"}
+    rows = (
+        (f"`{name}`", _cell(accepts), f"`{default}`", both[name in counted], _cell(doc))
+        for name, accepts, default, doc in schema.describe(kind)
+    )
+    return table("field | accepts | default | endpoint | meaning", rows)
+
+
 def parsers_section() -> list[str]:
     """List the forms of tool calls and of reasoning."""
     rows = [
@@ -685,6 +697,7 @@ SECTIONS: dict[str, dict[str, Callable[[], list[str]]]] = {
         "unsupported fields": unsupported_section,
         "tokenize fields": tokenize_section,
         "parsers": parsers_section,
+        "messages fields": messages_section,
         "errors": errors_section,
         "metrics": metrics_section,
         "endpoints": endpoints_section,

@@ -189,8 +189,8 @@ def _read_harmony(reader: Reader, tools: Tools | None) -> Steps[None]:
         if is_call:
             assert recipient is not None, "tested above"
             reader.begin_call(recipient[1].removeprefix("functions."))
-            yield from reader.copy_until(_HARMONY_ENDS, reader.arguments, tells_partial=False)
-            reader.end_call()
+            end = yield from reader.copy_until(_HARMONY_ENDS, reader.arguments, tells_partial=False)
+            reader.end_call(is_whole=bool(end))
         else:
             reader.forget_kept()
             reader.is_reasoning = channel[1] == "analysis"

@@ -276,9 +276,9 @@ class Reader:
         else:
             self.parts.append(CallArguments(self._num_calls, text))
 
-    def end_call(self) -> None:
-        """Close the open call; one without arguments has none to give."""
-        if not self._has_arguments:
+    def end_call(self, *, is_whole: bool = True) -> None:
+        """Close the open call; one that is whole and has no arguments has an empty object."""
+        if is_whole and not self._has_arguments:
             self.arguments("{}")
         self.parts.append(CallEnd(self._num_calls))
         self.has_open_call = False

@@ -67,7 +67,7 @@ def _read_json_call(reader: Reader, tools: Tools | None = None) -> Steps[bool]:
         return False
     name: str | None = None
     held: list[str] = []
-    has_arguments = False
+    has_arguments = is_whole = False
     while True:
         yield from reader.skip()
         key = yield from reader.read_json_string()
@@ -92,11 +92,11 @@ def _read_json_call(reader: Reader, tools: Tools | None = None) -> Steps[bool]:
             break
         yield from reader.skip()
         if not (yield from reader.accept(",")):
-            yield from reader.accept("}")
+            is_whole = yield from reader.accept("}")
             break
     if name is None or not reader.has_open_call:
         return False
-    reader.end_call()
+    reader.end_call(is_whole=is_whole)
     return True
 
 
@@ -246,7 +246,7 @@ def _read_qwen3_coder(reader: Reader, opening: str, tools: Tools) -> Steps[bool]
             if not marker:
                 break
         if not marker:  # cut off
-            reader.end_call()
+            reader.end_call(is_whole=False)
             return True
         reader.arguments("{}" if lead == "{" else "}")
         reader.end_call()
@@ -281,7 +281,7 @@ def _read_glm(reader: Reader, opening: str, tools: Tools) -> Steps[bool]:
             _, marker = yield from reader.read_until("<arg_key>", "</tool_call>")
     if marker:
         reader.arguments("{}" if lead == "{" else "}")
-    reader.end_call()
+    reader.end_call(is_whole=bool(marker))
     return True
 
 
@@ -385,7 +385,8 @@ def _read_python_arguments(reader: Reader, name: str) -> Steps[bool]:
             break
         reader.arguments(f"{lead}{_to_json(key)}: {_python_to_json(value)}")
         lead = ", "
-    reader.end_call()
+    # Arguments that are whole were told above, empty ones too.
+    reader.end_call(is_whole=False)
     return True
 
 

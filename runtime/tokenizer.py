@@ -222,10 +222,12 @@ class Tokenizer:
         /,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
         """Write a conversation as the prompt text of the checkpoint's chat template.
 
+        `continue_final_message`: the text ends with the last message, which is to be gone on with.
         `kwargs` are the template's own switches, such as `enable_thinking`.
         Raises: RequestError: there is no template, it refuses the messages, or a switch has the
         name of something the template is given anyway.
@@ -250,7 +252,8 @@ class Tokenizer:
             text = self._hf.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
                 tokenize=False,
                 **kwargs,
             )

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from treadle.ir.errors import MachineError, RequestError
 from treadle.runtime.request import Engine
-from treadle.server import chat, completions, cors, health, models, tokens
+from treadle.server import chat, completions, cors, health, messages, models, tokens
 from treadle.server.errors import Handler, error_middleware
 from treadle.server.state import (
     ENGINE,
@@ -77,7 +77,7 @@ def build_app(engine: Engine, options: ServerOptions | None = None) -> web.Appli
     app[OPTIONS] = options
     app[STATE] = ServerState()
     app[METRICS] = Metrics(engine)
-    for endpoints in (health, models, chat, completions, tokens):
+    for endpoints in (health, models, chat, completions, messages, tokens):
         endpoints.add_routes(app)
     app.on_response_prepare.append(_echo_request_id)
     app.on_response_prepare.append(cors.allow_origin)
@@ -302,6 +302,9 @@ async def _key_middleware(request: web.Request, handler: Handler) -> web.StreamR
     is_open = request.path in OPEN_ROUTES or (options.open_metrics and request.path == "/metrics")
     if keys and not is_open:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        # Anthropic's clients send the key in a header of its own.
+        if "X-Api-Key" in request.headers:
+            scheme, given = "bearer", request.headers["X-Api-Key"]
         # Digests have one length, and every key is compared, so the time tells nothing.
         digest = _digest(given.strip())
         matches = [hmac.compare_digest(digest, _digest(key)) for key in keys]

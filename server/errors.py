@@ -1,5 +1,7 @@
 """Every failure as OpenAI's error object: {"error": {"message", "type", "param", "code"}}.
 
+On the routes of another protocol it has that protocol's form.
+
 Must not know endpoints. `server/app.py` installs the middleware; streams send the same body as an
 event.
 """
@@ -44,6 +46,14 @@ TYPE_OF_STATUS = {
     500: "server_error",
     503: "service_unavailable",
 }
+ANTHROPIC_TYPE_OF_STATUS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
 CODE_OF_HTTP_STATUS = {
     404: "not_found",
     405: "method_not_allowed",
@@ -86,8 +96,22 @@ def error_body(error: Exception) -> dict[str, Any]:
     }
 
 
-def error_response(error: Exception) -> web.Response:
-    """Give the JSON answer to a failed request."""
+def anthropic_error_body(error: Exception) -> dict[str, Any]:
+    """Give the same failure in the form that Anthropic's clients read."""
+    kind = ANTHROPIC_TYPE_OF_STATUS.get(status_of(error), "invalid_request_error")
+    told = error_body(error)["error"]
+    return {"type": "error", "error": {"type": kind, "message": told["message"]}}
+
+
+# The protocols whose clients read another form than OpenAI's.
+_BODY_OF_PATH = {
+    "/v1/messages": anthropic_error_body,
+    "/v1/messages/count_tokens": anthropic_error_body,
+}
+
+
+def error_response(error: Exception, path: str = "") -> web.Response:
+    """Give the JSON answer to a failed request, in the form of the route's protocol."""
     headers = {}
     if isinstance(error, QueueFullError):
         # Whole seconds, and at least one: clients read 0 as "at once".
@@ -98,7 +122,8 @@ def error_response(error: Exception) -> web.Response:
     status = status_of(error)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    response = web.json_response(error_body(error), status=status, headers=headers)
+    body = _BODY_OF_PATH.get(path, error_body)(error)
+    response = web.json_response(body, status=status, headers=headers)
     if status == 413:
         # What is left of the body is not worth reading.
         response.force_close()
@@ -122,12 +147,12 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     try:
         return await handler(request)
     except web.HTTPException as error:
-        return error_response(error)
+        return error_response(error, request.path)
     except Exception as error:
         if request.transport is None:
             raise  # the client has gone; there is nobody to tell
         log_fault(error, f"{request.method} {request.path}")
-        return error_response(error)
+        return error_response(error, request.path)
 
 
 def _explain(error: web.HTTPException) -> str:

@@ -41,6 +41,7 @@ def encode_chat(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
     param: str = "messages",
 ) -> ChatPrompt:
@@ -50,7 +51,7 @@ def encode_chat(
     the field that held it.
     """
     text = engine.tokenizer.render_chat(
-        messages, tools, add_generation_prompt, **(template_kwargs or {})
+        messages, tools, add_generation_prompt, continue_final_message, **(template_kwargs or {})
     )
     if not text:
         raise RequestError(

@@ -345,7 +345,17 @@ UNSUPPORTED: dict[type[Request], dict[str, Check]] = {
     },
 }
 
+# What the requests of other protocols accept without effect; each declares its own.
+WITHOUT_EFFECT_OF: dict[type[Request], dict[str, Check]] = {}
+
 Q = TypeVar("Q", bound=Request)
+
+
+def other_fields(kind: type[Request]) -> dict[str, Check]:
+    """Give the fields of a request that are checked and dropped."""
+    if kind in UNSUPPORTED:
+        return WITHOUT_EFFECT | UNSUPPORTED[kind]
+    return WITHOUT_EFFECT_OF.get(kind, {})
 
 
 def parse_request(kind: type[Q], body: bytes) -> Q:
@@ -354,8 +364,7 @@ def parse_request(kind: type[Q], body: bytes) -> Q:
     Raises: RequestError: not JSON; a field unknown, missing, out of range or not supported. The
     first mistake found is reported, with the field's path as `param`.
     """
-    others = WITHOUT_EFFECT | UNSUPPORTED[kind] if kind in UNSUPPORTED else {}
-    request = read_fields(kind, others, parse_json(body), "")
+    request = read_fields(kind, other_fields(kind), parse_json(body), "")
     request.check()
     return request
 
@@ -367,10 +376,9 @@ def describe(kind: type[Request]) -> list[tuple[str, str, str, str]]:
         default = "required" if declared.default is MISSING else json.dumps(declared.default)
         check: Check = declared.metadata["check"]
         rows.append((declared.name, check.expects, default, str(declared.metadata["doc"])))
-    if kind not in UNSUPPORTED:
-        return rows
-    for name, check in WITHOUT_EFFECT.items():
-        rows.append((name, check.expects, "null", "Accepted; has no effect."))
-    for name, check in UNSUPPORTED[kind].items():
-        rows.append((name, check.expects, "null", "Not supported yet; other values are refused."))
+    refused = UNSUPPORTED.get(kind, {})
+    for name, check in other_fields(kind).items():
+        refusal = "Not supported yet; other values are refused."
+        doc = refusal if name in refused else "Accepted; has no effect."
+        rows.append((name, check.expects, "null", doc))
     return rows

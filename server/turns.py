@@ -17,7 +17,7 @@ from treadle.runtime.answer_formats import AnswerFormat, find_format
 from treadle.runtime.request import SamplingParams, fit_to_window
 from treadle.server.answers import Work
 from treadle.server.conversation import AUTO, ToolChoice
-from treadle.server.prompts import check_stop_ids, encode_chat
+from treadle.server.prompts import ChatPrompt, check_stop_ids, encode_chat
 from treadle.server.state import ENGINE, OPTIONS
 
 
@@ -35,10 +35,16 @@ class Turn:
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     messages_param: str = "messages"
     max_tokens_param: str = "max_tokens"
     effort_param: str = "reasoning_effort"
+
+    @property
+    def offers_tools(self) -> bool:
+        """Say whether the model is told of tools."""
+        return bool(self.tools) and self.tool_choice.mode != "none"
 
 
 def answer_format(app: web.Application) -> AnswerFormat:
@@ -55,19 +61,8 @@ async def prepare(app: web.Application, turn: Turn) -> Work:
     refuses it.
     """
     engine, format_ = app[ENGINE], answer_format(app)
-    template = engine.tokenizer.chat_template
-    offers_tools = bool(turn.tools) and turn.tool_choice.mode != "none"
-    if offers_tools:
-        _check_tools(turn, template, format_)
-    prompt = await asyncio.to_thread(
-        encode_chat,
-        engine,
-        turn.messages,
-        tools=turn.tools if offers_tools else None,
-        add_generation_prompt=turn.add_generation_prompt,
-        template_kwargs={**_effort_switches(turn, template), **turn.template_kwargs},
-        param=turn.messages_param,
-    )
+    prompt = await asyncio.to_thread(render, app, turn)
+    offers_tools = turn.offers_tools
     shown = engine.tokenizer.special_ids(format_.tokens(with_calls=offers_tools))
     params = fit_to_window(
         replace(check_stop_ids(engine, turn.params), shown_token_ids=shown),
@@ -85,6 +80,23 @@ async def prepare(app: web.Application, turn: Turn) -> Work:
         params,
         make_parser=lambda: format_.parser(prompt.text, tools),
         one_call=offers_tools and not turn.parallel_tool_calls,
+    )
+
+
+def render(app: web.Application, turn: Turn) -> ChatPrompt:
+    """Give a turn's prompt; takes time, so call it in a thread. Raises: RequestError."""
+    engine = app[ENGINE]
+    template = engine.tokenizer.chat_template
+    if turn.offers_tools:
+        _check_tools(turn, template, answer_format(app))
+    return encode_chat(
+        engine,
+        turn.messages,
+        tools=turn.tools if turn.offers_tools else None,
+        add_generation_prompt=turn.add_generation_prompt,
+        continue_final_message=turn.continue_final_message,
+        template_kwargs={**_effort_switches(turn, template), **turn.template_kwargs},
+        param=turn.messages_param,
     )
 
 
