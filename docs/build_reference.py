@@ -32,7 +32,14 @@ from treadle.kernels.lower import Situation, lower  # noqa: E402
 from treadle.models import registry  # noqa: E402
 from treadle.models.config import ModelConfig, from_hf  # noqa: E402
 from treadle.runtime import answer_formats, call_formats, pipeline_config  # noqa: E402
-from treadle.server import app, errors, messages_request, schema, state  # noqa: E402
+from treadle.server import (  # noqa: E402
+    app,
+    errors,
+    messages_request,
+    responses_request,
+    schema,
+    state,
+)
 
 NOTICE = "<!-- Written by `make docs` from the code; changes here are lost. -->"
 BEGIN, END = "<!-- begin {}: written by `make docs` -->", "<!-- end {} -->"
@@ -506,6 +513,15 @@ def messages_section() -> list[str]:
     return table("field | accepts | default | endpoint | meaning", rows)
 
 
+def responses_section() -> list[str]:
+    """List the fields of OpenAI's responses."""
+    rows = (
+        (f"`{name}`", _cell(accepts), f"`{default}`", _cell(doc))
+        for name, accepts, default, doc in schema.describe(responses_request.ResponsesRequest)
+    )
+    return table("field | accepts | default | meaning", rows)
+
+
 def parsers_section() -> list[str]:
     """List the forms of tool calls and of reasoning."""
     rows = [
@@ -560,6 +576,7 @@ CODES: dict[str, str] = {
     "missing_field": "a required field is absent or null",
     "model_not_found": "another model's name; the message gives the one that is served",
     "no_chat_template": "the model has no chat template: use /v1/completions",
+    "response_not_found": "a stored response that is not there, or not any more",
     "not_found": "there is no such route",
     "overloaded": "too many requests wait (`--max-waiting`); retry later",
     "reserved_name": "`chat_template_kwargs` names something that is not the request's to set",
@@ -698,6 +715,7 @@ SECTIONS: dict[str, dict[str, Callable[[], list[str]]]] = {
         "tokenize fields": tokenize_section,
         "parsers": parsers_section,
         "messages fields": messages_section,
+        "responses fields": responses_section,
         "errors": errors_section,
         "metrics": metrics_section,
         "endpoints": endpoints_section,

@@ -21,7 +21,16 @@ from aiohttp import web
 
 from treadle.ir.errors import MachineError, RequestError
 from treadle.runtime.request import Engine
-from treadle.server import chat, completions, cors, health, messages, models, tokens
+from treadle.server import (
+    chat,
+    completions,
+    cors,
+    health,
+    messages,
+    models,
+    responses,
+    tokens,
+)
 from treadle.server.errors import Handler, error_middleware
 from treadle.server.state import (
     ENGINE,
@@ -77,7 +86,7 @@ def build_app(engine: Engine, options: ServerOptions | None = None) -> web.Appli
     app[OPTIONS] = options
     app[STATE] = ServerState()
     app[METRICS] = Metrics(engine)
-    for endpoints in (health, models, chat, completions, messages, tokens):
+    for endpoints in (health, models, chat, completions, responses, messages, tokens):
         endpoints.add_routes(app)
     app.on_response_prepare.append(_echo_request_id)
     app.on_response_prepare.append(cors.allow_origin)

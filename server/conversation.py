@@ -138,7 +138,7 @@ def _read_tool_calls(value: object, path: str) -> list[dict[str, Any]]:
         check_names(function, ("name", "arguments"), f"{here}.function")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
-            arguments = _load_arguments(arguments, f"{here}.function.arguments")
+            arguments = load_arguments(arguments, f"{here}.function.arguments")
         arguments = json_object().read(arguments, f"{here}.function.arguments")
         name = _NAME.read(function.get("name"), f"{here}.function.name")
         known = {"type": "function", "function": {"name": name, "arguments": arguments}}
@@ -148,7 +148,8 @@ def _read_tool_calls(value: object, path: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _load_arguments(text: str, path: str) -> object:
+def load_arguments(text: str, path: str) -> Any:
+    """Read a call's arguments from the JSON that they are written in. Raises: RequestError."""
     if text.strip() == "":
         return {}
     try:

@@ -11,7 +11,7 @@ from aiohttp import web
 from treadle.server.errors import Handler
 from treadle.server.state import OPTIONS
 
-METHODS = "GET, POST, OPTIONS"
+METHODS = "GET, POST, DELETE, OPTIONS"
 # What a page may read of an answer's headers.
 EXPOSED = "X-Request-Id, Retry-After"
 MAX_AGE_S = 600

@@ -31,6 +31,7 @@ STATUS_OF_CODE = {
     "invalid_api_key": 401,
     "model_not_found": 404,
     "not_found": 404,
+    "response_not_found": 404,
     "method_not_allowed": 405,
     "duplicate_request_id": 409,
     "body_too_large": 413,
