@@ -111,9 +111,11 @@ class FakeExecutor(Executor):
 
     def __init__(self, real: Executor, max_rows: int, step_s: float) -> None:
         program = FakeProgram(max_rows)
-        super().__init__(
-            real.state, dict.fromkeys(real.decode, program), dict.fromkeys(real.mixed, program)
-        )
+        programs = {
+            "decode": dict.fromkeys(real.decode, program),
+            "mixed": dict.fromkeys(real.mixed, program),
+        }
+        super().__init__(real.state, programs, programs)
         self.device = FakeDevice(step_s)
 
     def launch(self, plan: StepPlan) -> StepResult:
@@ -139,7 +141,9 @@ def with_watched_programs(model: LoadedModel) -> LoadedModel:
     """Give the model programs whose steps leave events."""
     old = model.executor
     decode = {bucket: WatchedProgram(program) for bucket, program in old.decode.items()}
-    return dataclasses.replace(model, executor=Executor(old.state, decode, old.mixed))
+    return dataclasses.replace(
+        model, executor=Executor(old.state, {"decode": decode, "mixed": old.mixed}, old.resamples)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

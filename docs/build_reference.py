@@ -163,8 +163,11 @@ def kernels() -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
     """
     found: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {}
     for family in registry.FAMILIES:
-        for step, few_tokens, rows in BUCKETS:
-            graph = graph_of(family.architectures[0], step, few_tokens)
+        for step, few_tokens, rows in (*BUCKETS, ("resample", False, 256)):
+            if step == "resample":
+                graph = builder.build_resample(step, int(str(EXAMPLE["vocab_size"])))
+            else:
+                graph = graph_of(family.architectures[0], step, few_tokens)
             sizes = {"T": rows, "B": min(rows, 256), "R": 256, "M": 128, "P": 512, "C": 8192}
             for target, architecture in PLACES:
                 where = Situation(sizes, step, target, architecture)

@@ -28,6 +28,9 @@ ROW_STATE: dict[str, TensorType] = {
     "block_table": TensorType((d.R, d.M), "i32"),
 }
 
+# What decides how a row's token is drawn, in the order of `sample`'s operands.
+SAMPLING_STATE = ("temperature", "top_k", "top_p", "min_p", "seed")
+
 STEP_INPUTS: dict[str, TensorType] = {
     "token_ids": TensorType((d.T,), "i32"),
     "positions": TensorType((d.T,), "i32"),
@@ -38,6 +41,56 @@ STEP_INPUTS: dict[str, TensorType] = {
 }
 
 STEP_KINDS = ("decode", "mixed")
+
+# The most tokens of a row whose logits are shifted or banned.
+MAX_BIASES = 1024
+
+
+def adjustment_state(vocab_size: int) -> dict[str, TensorType]:
+    """Give the rows' state that says how logits are adjusted before a token is drawn."""
+    row = (d.R,)
+    return {
+        "adjusted": TensorType(row, "i32"),
+        "num_biases": TensorType(row, "i32"),
+        "bias_tokens": TensorType((d.R, MAX_BIASES), "i32"),
+        "bias_values": TensorType((d.R, MAX_BIASES), "f32"),
+        "bias_stops": TensorType((d.R, MAX_BIASES), "i32"),
+        "repetition_penalty": TensorType(row, "f32"),
+        "presence_penalty": TensorType(row, "f32"),
+        "frequency_penalty": TensorType(row, "f32"),
+        "token_counts": TensorType((d.R, vocab_size), "i16"),
+        "allowed": TensorType((d.R, -(-vocab_size // ops.WORD_BITS)), "i32"),
+    }
+
+
+def build_resample(name: str, vocab_size: int) -> Graph:
+    """Build the graph that follows a step in which a row asks for adjusted logits.
+
+    It changes the step's `logits` in place, draws again, and counts the tokens. The tokens drawn
+    before are its `sample_index`: negative where none is wanted. Rows that ask for nothing draw the
+    token they drew before.
+    """
+    given = {
+        "logits": TensorType((d.B, vocab_size), "f32"),
+        "seq_rows": TensorType((d.B,), "i32"),
+        "sample_index": TensorType((d.B,), "i32"),
+        **{name: ROW_STATE[name] for name in (*SAMPLING_STATE, "length", "last_token")},
+        **adjustment_state(vocab_size),
+    }
+    inputs = {name: Value(name, type_) for name, type_ in given.items()}
+    tokens = Value("tokens", TensorType((d.B,), "i32"))
+    types = {value.name: value.type for value in (*inputs.values(), tokens)}
+    chosen = []
+    for kind in ("adjust_logits", "sample", "count_tokens"):
+        operands = ops.lookup(kind).operands
+        params = ops.make_params(kind, {})
+        results = (tokens.name,) if kind == "sample" else ()
+        found = ops.infer_types(kind, params, tuple(types[operand] for operand in operands))
+        assert found == tuple(types[result] for result in results), "the rules give these types"
+        chosen.append(Op(kind, operands, results, params))
+    return Graph(
+        name, tuple(inputs.values()), (), tuple(chosen), (tokens.name, "logits"), (tokens,)
+    )
 
 
 class GraphBuilder:
@@ -249,7 +302,7 @@ class GraphBuilder:
             logits,
             self.seq_rows,
             self._step["sample_index"],
-            *(state[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "length")),
+            *(state[name] for name in (*SAMPLING_STATE, "length")),
             state["last_token"],
             name="tokens",
         )

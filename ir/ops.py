@@ -520,6 +520,103 @@ def _sample(
     return (TensorType((d.B,), "i32"),)
 
 
+# Bits of a row's `adjusted`: what of the row's logits is to be adjusted.
+ADJUST_COUNTS, ADJUST_BIASES, ADJUST_ALLOWED = 1, 2, 4
+# Bits in a word of `allowed`.
+WORD_BITS = 32
+
+_ADJUSTMENTS = (
+    "adjusted num_biases bias_tokens bias_values bias_stops "
+    "repetition_penalty presence_penalty frequency_penalty token_counts allowed"
+)
+
+
+@_define(
+    "adjust_logits",
+    NoParams,
+    f"logits seq_rows sample_index length {_ADJUSTMENTS}",
+    "",
+    "anchor",
+    mutates="logits",
+)
+def _adjust_logits(
+    params: NoParams,
+    logits: TensorType,
+    seq_rows: TensorType,
+    sample_index: TensorType,
+    length: TensorType,
+    adjusted: TensorType,
+    num_biases: TensorType,
+    bias_tokens: TensorType,
+    bias_values: TensorType,
+    bias_stops: TensorType,
+    repetition_penalty: TensorType,
+    presence_penalty: TensorType,
+    frequency_penalty: TensorType,
+    token_counts: TensorType,
+    allowed: TensorType,
+) -> Types:
+    """Change the logits as their rows ask: biases, then penalties, then the allowed tokens.
+
+    Formula: x += value of each of the first num_biases entries whose token this is, while
+    length < stop; c = token_counts; x = (x / repetition if x > 0 else x * repetition) if c > 0;
+    x -= frequency * (c >> 1) + presence * (c > 1); x = -inf unless bit v % 32 of allowed[v // 32]
+    is set. Only what the bits of `adjusted` name: 1 penalties, 2 biases, 4 allowed tokens.
+    Shapes: logits f32[B, V], changed in place where sample_index i32[B] is not negative; biases
+    [R, K]; token_counts i16[R, V], twice the times that a token was generated, plus 1 if the prompt
+    has it; allowed i32[R, ceil(V / 32)]; the other row state [R].
+    Source: Keskar et al., CTRL, 2019 (repetition); OpenAI's API reference (the others).
+    """
+    kind = "adjust_logits"
+    _expect_ints(
+        kind,
+        seq_rows=(seq_rows, (d.B,)),
+        sample_index=(sample_index, (d.B,)),
+        length=(length, (d.R,)),
+        adjusted=(adjusted, (d.R,)),
+        num_biases=(num_biases, (d.R,)),
+        bias_tokens=(bias_tokens, bias_values.shape),
+        bias_stops=(bias_stops, bias_values.shape),
+    )
+    _expect(logits.dtype == "f32" and len(logits.shape) == 2, kind, "logits f32[B, V]", logits)
+    vocab = logits.size(1)
+    _expect(token_counts == TensorType((d.R, vocab), "i16"), kind, "i16[R, V]", token_counts)
+    words = -(-vocab // WORD_BITS)
+    _expect(allowed == TensorType((d.R, words), "i32"), kind, f"i32[R, {words}]", allowed)
+    return ()
+
+
+@_define(
+    "count_tokens",
+    NoParams,
+    "tokens seq_rows adjusted token_counts",
+    "",
+    "anchor",
+    mutates="token_counts",
+)
+def _count_tokens(
+    params: NoParams,
+    tokens: TensorType,
+    seq_rows: TensorType,
+    adjusted: TensorType,
+    token_counts: TensorType,
+) -> Types:
+    """Count the tokens that were drawn, in the rows whose penalties need the counts.
+
+    Formula: token_counts[row, token] += 2, unless token < 0, row < 0 or bit 1 of adjusted is unset
+    Shapes: tokens, seq_rows i32[B], no row twice; adjusted i32[R]; token_counts i16[R, V].
+    Numerics: a count stays at the most that i16 holds, 16383 times.
+    """
+    _expect_ints(
+        "count_tokens",
+        tokens=(tokens, (d.B,)),
+        seq_rows=(seq_rows, (d.B,)),
+        adjusted=(adjusted, (d.R,)),
+    )
+    _expect(token_counts.dtype == "i16", "count_tokens", "token_counts i16[R, V]", token_counts)
+    return ()
+
+
 @_define(
     "advance",
     NoParams,

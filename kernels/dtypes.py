@@ -13,6 +13,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "i64": torch.int64,
     "i32": torch.int32,
+    "i16": torch.int16,
     "i8": torch.int8,
     "u8": torch.uint8,
 }

@@ -29,6 +29,7 @@ from treadle.kernels.schedule import (
     matmul_choices,
     norm_schedules,
     pointwise_schedules,
+    power_of_two,
     rope_attention_decode_schedules,
     rope_kv_write_schedules,
     sample_schedules,
@@ -565,6 +566,11 @@ def _leading(graph: Graph, op: Op, name: str) -> str:
     return str(dim)
 
 
+def _operand(op: Op, name: str) -> str:
+    """Give the value that stands for an operand of a plain op."""
+    return op.inputs[ops.lookup(op.kind).operands.index(name)]
+
+
 def _plain_arguments(op: Op, results: Sequence[str], **sizes: str) -> dict[str, str]:
     """Give the arguments of a template whose parameters are called like the op's operands."""
     operands = _values(ops.lookup(op.kind).operands, op.inputs)
@@ -608,6 +614,27 @@ def _lower_sample(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]
         yield Candidate("sample", "sample", {"VOCAB": vocab}, schedule, arguments)
 
 
+def _lower_adjust(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    vocab = graph.type_of(op.inputs[0]).size(1)
+    shape: dict[str, Fact] = {
+        "VOCAB": vocab,
+        "MAX_BIASES": graph.type_of(_operand(op, "bias_tokens")).size(1),
+    }
+    arguments = _plain_arguments(op, (), num_seqs="B")
+    # A block of the vocabulary a program; in the interpreter, whose programs cost most, all of it.
+    block_v = power_of_two(vocab) if where.machine == INTERPRETER else 1024
+    for schedule in step_schedules("BLOCK_V", where.machine):
+        schedule = {**schedule, "BLOCK_V": block_v, "BLOCK_K": 8, "num_warps": 4}
+        yield Candidate("adjust_logits", "adjust_logits", shape, schedule, arguments)
+
+
+def _lower_count(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    vocab = graph.type_of(_operand(op, "token_counts")).size(1)
+    arguments = _plain_arguments(op, (), num_seqs="B")
+    for schedule in step_schedules("BLOCK_B", where.machine):
+        yield Candidate("count_tokens", "count_tokens", {"VOCAB": vocab}, schedule, arguments)
+
+
 def _lower_advance(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
     arguments = _plain_arguments(op, ops.lookup("advance").results, num_seqs="B")
     for schedule in step_schedules("BLOCK_B", where.machine):
@@ -629,6 +656,8 @@ _LOWERINGS: dict[str, Callable[[Op, Graph, Situation], Iterator[Candidate]]] = {
     "glu": _lower_glu,
     "embed": _lower_embed,
     "sample": _lower_sample,
+    "adjust_logits": _lower_adjust,
+    "count_tokens": _lower_count,
     "advance": _lower_advance,
     "resolve_tokens": _lower_resolve,
 }

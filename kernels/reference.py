@@ -14,11 +14,14 @@ import torch
 import torch.nn.functional as F
 
 from treadle.ir import errors
+from treadle.ir.ops import ADJUST_ALLOWED, ADJUST_BIASES, ADJUST_COUNTS, WORD_BITS
 
 # What `sample` gives a sequence that wants no token in this step.
 NO_TOKEN = -1
 # What `sample` gives a sequence whose logits are unusable; the runtime ends that request.
 FAULT_TOKEN = -2
+# A count of tokens from here on stays as it is: i16 holds twice the number, plus 1.
+MOST_COUNTED = 2**15 - 2
 # Dividing by less than this could overflow; sampling is argmax there in all but name.
 MIN_TEMPERATURE = 1e-5
 
@@ -616,6 +619,69 @@ def sample(
     stored = torch.tensor(list(last_tokens.values()), dtype=torch.int32, device=logits.device)
     last_token.index_copy_(0, rows, stored)
     return torch.tensor(tokens, dtype=torch.int32, device=logits.device)  # [B]
+
+
+def adjust_logits(
+    logits: torch.Tensor,
+    seq_rows: torch.Tensor,
+    sample_index: torch.Tensor,
+    length: torch.Tensor,
+    adjusted: torch.Tensor,
+    num_biases: torch.Tensor,
+    bias_tokens: torch.Tensor,
+    bias_values: torch.Tensor,
+    bias_stops: torch.Tensor,
+    repetition_penalty: torch.Tensor,
+    presence_penalty: torch.Tensor,
+    frequency_penalty: torch.Tensor,
+    token_counts: torch.Tensor,
+    allowed: torch.Tensor,
+) -> None:
+    """Change the logits in place as their rows ask: biases, then penalties, then allowed tokens.
+
+    Formula: x += value of each of the row's first num_biases entries whose token this is, while
+      length < stop. Where the prompt or the answer has the token: x / repetition if x > 0, else
+      x * repetition. x -= frequency * (times generated) + presence * (generated at all). -inf for
+      tokens that are not allowed.
+    Shapes: logits f32[B, V]; seq_rows, sample_index i32[B]: a sequence with a negative one is left
+      as it is; length, adjusted, num_biases i32[R]; bias_tokens, bias_stops i32[R, K], bias_values
+      f32[R, K]; the penalties f32[R]; token_counts i16[R, V]: twice the times generated, plus 1 if
+      the prompt has it; allowed i32[R, ceil(V / 32)], token v at bit v % 32 of word v // 32.
+    """
+    wanted = ((seq_rows >= 0) & (sample_index >= 0)).tolist()
+    for seq, row in enumerate(seq_rows.tolist()):
+        flags = int(adjusted[row]) if wanted[seq] else 0
+        x = logits[seq]  # [V], a view
+        if flags & ADJUST_BIASES:
+            live = slice(0, int(num_biases[row]))
+            holds = length[row] < bias_stops[row, live]  # [n]
+            x.index_add_(0, bias_tokens[row, live][holds].long(), bias_values[row, live][holds])
+        if flags & ADJUST_COUNTS:
+            codes = token_counts[row].int()  # [V]
+            repetition = repetition_penalty[row]
+            repeated = torch.where(x > 0, x / repetition, x * repetition)  # [V]
+            x.copy_(torch.where(codes > 0, repeated, x))
+            x -= frequency_penalty[row] * (codes >> 1) + presence_penalty[row] * (codes > 1)
+        if flags & ADJUST_ALLOWED:
+            bits = torch.arange(WORD_BITS, dtype=torch.int32, device=x.device)  # [32]
+            is_allowed = (allowed[row][:, None] >> bits) & 1  # [V / 32, 32]
+            x.masked_fill_(is_allowed.flatten()[: x.numel()] == 0, -math.inf)
+
+
+def count_tokens(
+    tokens: torch.Tensor, seq_rows: torch.Tensor, adjusted: torch.Tensor, token_counts: torch.Tensor
+) -> None:
+    """Count the tokens that were drawn, in the rows whose penalties need the counts.
+
+    Formula: token_counts[row, token] += 2, up to the most that i16 holds.
+    Shapes: tokens, seq_rows i32[B], no row twice; adjusted i32[R]; token_counts i16[R, V]. Nothing
+      is counted for a negative token or row.
+    """
+    rows = seq_rows.clamp(min=0).long()  # [B]
+    counted = (tokens >= 0) & (seq_rows >= 0) & ((adjusted[rows] & ADJUST_COUNTS) > 0)  # [B]
+    place = (rows[counted], tokens[counted].long())
+    codes = token_counts[place].int()  # [N]
+    token_counts[place] = torch.where(codes < MOST_COUNTED, codes + 2, codes).to(torch.int16)
 
 
 def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

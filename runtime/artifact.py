@@ -28,7 +28,7 @@ from treadle.ir.errors import ArtifactError, ConfigError, MachineError
 from treadle.ir.files import write_whole
 from treadle.runtime.config import EngineConfig
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 

@@ -10,15 +10,20 @@ import secrets
 import numpy as np
 import torch
 
+from treadle.ir.builder import SAMPLING_STATE
+from treadle.ir.ops import ADJUST_BIASES, ADJUST_COUNTS
+from treadle.runtime.adjustments import count_history, list_biases
 from treadle.runtime.request import SamplingParams
-from treadle.runtime.scheduler import StepPlan
+from treadle.runtime.scheduler import SequenceState, StepPlan
 from treadle.runtime.state import PADDING_ROW, DeviceState
 
 # Buffers are copied while the host goes on: one is used again only this many steps later, when the
 # step that copied it is known to be complete. One more than the steps in flight.
 RING_SIZE = 3
 PENDING_TOKEN = -1  # of a token that the step before is still sampling
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+# Row state of a number each that says how logits are adjusted; sent when one of them changed.
+ADJUSTMENTS = ("adjusted", "num_biases", *PENALTIES)
 
 
 class HostRing:
@@ -42,13 +47,12 @@ class BatchWriter:
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state
-        self._rings = {
-            name: HostRing(state.tensors[name]) for name in (*SAMPLING, "block_table", "seq_rows")
-        }
+        adjustments = [name for name in ADJUSTMENTS if name in state.tensors]
+        mirrored = (*SAMPLING_STATE, *adjustments, "block_table")
+        self._rings = {name: HostRing(state.tensors[name]) for name in (*mirrored, "seq_rows")}
         self._packed = HostRing(state.packed)
-        self._mirror = {
-            name: state.tensors[name].cpu().numpy().copy() for name in (*SAMPLING, "block_table")
-        }
+        self._mirror = {name: state.tensors[name].cpu().numpy().copy() for name in mirrored}
+        self._changed: set[str] = set()
         self._composition = -1
         self._bucket = 0
         self._entropy = secrets.randbits(63)
@@ -63,9 +67,14 @@ class BatchWriter:
             new_rows = set(plan.new_rows)
             for chunk in plan.chunks:
                 if chunk.row in new_rows:
+                    new_rows.discard(chunk.row)
                     self._set_sampling(chunk.row, chunk.sequence.params, chunk.sequence.arrival)
-            for name in SAMPLING:
+                    self._set_adjustments(chunk.row, chunk.sequence)
+            for name in SAMPLING_STATE:
                 self._send(name)
+            for name in self._changed:
+                self._send(name)
+            self._changed.clear()
 
     def _set_sampling(self, row: int, params: SamplingParams, arrival: int) -> None:
         mirror = self._mirror
@@ -76,6 +85,41 @@ class BatchWriter:
         # Without a seed of its own a request draws from a stream that no other request shares.
         seed = self._entropy + arrival if params.seed is None else params.seed
         mirror["seed"][row] = _as_signed(seed)
+
+    def _set_adjustments(self, row: int, sequence: SequenceState) -> None:
+        """Say what a new sequence asks of its logits; state that it doesn't ask for is stale."""
+        params, num_prompt_tokens = sequence.params, len(sequence.prompt_ids)
+        if "adjusted" not in self._mirror:
+            assert not sequence.adjusted, "the state was made without room for adjustments"
+            return
+        values: dict[str, float] = {"adjusted": sequence.adjusted}
+        if sequence.adjusted & ADJUST_BIASES:
+            biases = list_biases(params, sequence.stop_ids, num_prompt_tokens)
+            values["num_biases"] = len(biases)
+            names = ("bias_tokens", "bias_values", "bias_stops")
+            for name, column in zip(names, zip(*biases, strict=True), strict=True):
+                entries = self._state.tensors[name][row, : len(biases)]
+                entries.copy_(self._stage(np.asarray(column), entries.dtype), non_blocking=True)
+        if sequence.adjusted & ADJUST_COUNTS:
+            values |= {name: getattr(params, name) for name in PENALTIES}
+            tokens, codes = count_history(sequence.token_ids, num_prompt_tokens)
+            counts = self._state.tensors["token_counts"][row]
+            device = counts.device
+            counts.zero_()
+            counts.index_copy_(
+                0,
+                self._stage(tokens, torch.int64).to(device, non_blocking=True),
+                self._stage(codes, counts.dtype).to(device, non_blocking=True),
+            )
+        for name, value in values.items():
+            if self._mirror[name][row] != value:
+                self._mirror[name][row] = value
+                self._changed.add(name)
+
+    def _stage(self, values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        """Put values where they can be copied to the device without waiting."""
+        staged = torch.from_numpy(values).to(dtype)
+        return staged.pin_memory() if self._state.packed.is_cuda else staged
 
     def _send(self, name: str) -> None:
         staging = self._rings[name].take()

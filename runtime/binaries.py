@@ -59,7 +59,7 @@ def jobs_of(
 ) -> list[Job]:
     """Give one job per module of the plan, of which several launches may share one."""
     jobs: dict[str, Job] = {}
-    for program in plan.programs:
+    for program in plan.all_programs:
         dims = bucket_dims(engine, program.step, program.bucket)
         for launch in program.launches:
             if launch.kernel in jobs:

@@ -15,6 +15,7 @@ from typing import Any
 
 import treadle
 from treadle.ir import knobs, pipeline
+from treadle.ir.builder import build_resample
 from treadle.ir.errors import ArtifactError, ConfigError
 from treadle.ir.graph import Graph
 from treadle.ir.text import print_graph
@@ -26,6 +27,7 @@ from treadle.runtime.artifact import TOKENIZER, Artifact, Manifest
 from treadle.runtime.binaries import BINARIES, compile_binaries, jobs_of
 from treadle.runtime.checkpoint import Checkpoint, open_checkpoint
 from treadle.runtime.config import DTYPES, EngineConfig
+from treadle.runtime.planner import RESAMPLE
 from treadle.runtime.tables import table_for
 from treadle.runtime.tokenizer import Tokenizer
 from treadle.runtime.weights import check_names
@@ -133,12 +135,15 @@ def build(config: ModelConfig, engine: EngineConfig) -> Compilation:
         step: build_graph(config, step=step, dtype=engine.dtype, page_size=engine.page_size)
         for step in ("decode", "mixed")
     }
+    family = find_family(config.architecture).name
     fused, passes = {}, {}
     for name, form in FORMS.items():
         graph, passes[name] = pipeline.run_passes(
             authored[form.step], few_tokens=form.few_tokens, joined=form.joined
         )
-        fused[name] = replace(graph, name=f"{find_family(config.architecture).name}.{name}")
+        fused[name] = replace(graph, name=f"{family}.{name}")
+    # Last: the others come before it wherever any graph will do.
+    fused[RESAMPLE] = build_resample(f"{family}.{RESAMPLE}", config.vocab_size)
     return Compilation(config, engine, authored, fused, passes)
 
 

@@ -253,6 +253,7 @@ class Engine:
                 code="draining",
             )
         params.validate()
+        params.check_vocabulary(self.vocab_size)
         prompt = tuple(prompt_ids)
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int):
@@ -407,9 +408,11 @@ class Engine:
         name, cached_tokens = sequence.request_id, sequence.cached_tokens or 0
         if reason is FinishReason.ERROR:
             error = KernelError(
-                f"The model's logits for request `{name}` were not finite at position "
-                f"{len(sequence.token_ids)}.",
-                remedy="Other requests go on. If it recurs, try --dtype bfloat16 or float32.",
+                f"There is no token to draw for request `{name}` at position "
+                f"{len(sequence.token_ids)}: the model's logits are not finite, or the request "
+                "bans every token.",
+                remedy="Other requests go on. If nothing is banned, try --dtype bfloat16 or "
+                "float32.",
             )
             return _News(name, None, cached_tokens, _Ending(reason, None, error))
         ending = _Ending(reason, sequence.stop_reason) if reason else None

@@ -58,20 +58,27 @@ class StepResult:
 class Executor:
     """Own the device state and the programs of an engine.
 
-    `decode` programs by the largest number of sequences each takes, `mixed` by the tokens.
+    `steps` has the `decode` programs by the largest number of sequences each takes, and the `mixed`
+    ones by the tokens; `resamples` has, under the same keys, what follows them when a row asks for
+    adjusted logits.
     """
 
     def __init__(
-        self, state: DeviceState, decode: Mapping[int, Program], mixed: Mapping[int, Program]
+        self,
+        state: DeviceState,
+        steps: Mapping[str, Mapping[int, Program]],
+        resamples: Mapping[str, Mapping[int, Program]],
     ) -> None:
         self.state = state
         self.times = HostTimes()
-        self.decode = dict(sorted(decode.items()))
-        self.mixed = dict(sorted(mixed.items()))
+        self.decode = dict(sorted(steps["decode"].items()))
+        self.mixed = dict(sorted(steps["mixed"].items()))
+        self.resamples = resamples
         self._writer = BatchWriter(state)
         self._stream = torch.cuda.Stream() if state.packed.is_cuda else None
         self._fetched = HostRing(state.tensors["seq_rows"])  # a token per sequence
         self._composition = -1
+        self._adjusts = False
         self._wishes: tuple[Wish, ...] = ()
         self._wished_slices: torch.Tensor | None = None
 
@@ -95,14 +102,18 @@ class Executor:
             bucket = _smallest(self.mixed, plan.num_tokens)
             self.times.lap(WRITE)
             values = self.mixed[bucket].run(plan.num_tokens, num_seqs)
+        self._read_wishes(plan)
+        wished = self._wished_slices
+        # Taken out before they are adjusted in place.
+        logits = None if wished is None else values["logits"][wished]
+        if self._adjusts:
+            step = "decode" if plan.is_decode_only else "mixed"
+            values = self.resamples[step][bucket].run(plan.num_tokens, num_seqs)
         fetched = self._fetched.take()
         fetched[:num_seqs].copy_(values["tokens"][:num_seqs], non_blocking=True)
         logprobs = None
-        self._read_wishes(plan)
-        if self._wished_slices is not None:
-            logprobs = PendingLogprobs(
-                self._wishes, self._wished_slices, values["logits"], values["tokens"]
-            )
+        if logits is not None:
+            logprobs = PendingLogprobs(self._wishes, logits, values["tokens"][wished])
         done: torch.cuda.Event | None = None
         if self._stream is not None:
             done = torch.cuda.Event()
@@ -111,10 +122,13 @@ class Executor:
         return StepResult(fetched, num_seqs, done, logprobs)
 
     def _read_wishes(self, plan: StepPlan) -> None:
-        """Find the slices that want log probabilities; the same while the slices are the same."""
+        """Find what the slices want beside a token; the same while the slices are the same."""
         if plan.composition == self._composition:
             return
         self._composition = plan.composition
+        self._adjusts = any(sequence.adjusted for sequence in plan.decodes) or any(
+            chunk.samples and chunk.sequence.adjusted for chunk in plan.chunks
+        )
         wishes = [
             Wish(index, sequence.request_id, sequence.params.logprobs)
             for index, sequence in enumerate(plan.decodes)

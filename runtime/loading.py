@@ -26,7 +26,7 @@ from treadle.runtime.config import EngineConfig
 from treadle.runtime.engine import LoadedModel
 from treadle.runtime.executor import Executor, Program
 from treadle.runtime.pages import PagePool
-from treadle.runtime.planner import PLAN, Plan, bucket_dims, read_plan
+from treadle.runtime.planner import PLAN, RESAMPLE, Plan, bucket_dims, read_plan
 from treadle.runtime.quick_steps import pack_weights
 from treadle.runtime.reference_program import ReferenceProgram
 from treadle.runtime.scheduler import Scheduler
@@ -82,8 +82,8 @@ def check_fits(artifact: Artifact, checkpoint: Checkpoint) -> None:
 class LoadedArtifact:
     """An artifact brought up as far as tensors and programs: what serving and `verify` share.
 
-    `programs` are by step and bucket, decode programs not yet captured; `warnings` say what is odd
-    about the weights and yet usable.
+    `programs` are by step and bucket, decode programs not yet captured, and `resamples` follow the
+    program of the same key; `warnings` say what is odd about the weights and yet usable.
     """
 
     artifact: Artifact
@@ -93,6 +93,7 @@ class LoadedArtifact:
     weights: Mapping[str, torch.Tensor]
     state: DeviceState
     programs: Mapping[tuple[str, int], ReferenceProgram | TritonProgram]
+    resamples: Mapping[tuple[str, int], ReferenceProgram | TritonProgram]
     workspace_bytes: int
     warnings: tuple[str, ...] = ()
 
@@ -123,7 +124,8 @@ def load_artifact(
     device = machine.device_of(config.target)
     begin("loading weights")
     plan = read_plan(artifact.json(PLAN))
-    forms = dict.fromkeys(program.form for program in plan.programs)
+    assert plan.resample is not None, "an artifact has the programs of all steps"
+    forms = dict.fromkeys(program.form for program in plan.all_programs)
     graphs = {form: parse_graph(artifact.text(f"graph/{form}.ir")) for form in forms}
     any_graph = next(iter(graphs.values()))
     warnings: list[str] = []
@@ -136,15 +138,21 @@ def load_artifact(
     )
     begin("allocating the KV cache")
     num_pages = decide_pages(any_graph, config, options, device)
-    state = allocate_state(cache_values(any_graph), config, num_pages, device)
+    vocab_size = graphs[RESAMPLE].type_of("logits").size(1)
+    state = allocate_state(cache_values(any_graph), config, num_pages, device, vocab_size)
     programs: dict[tuple[str, int], ReferenceProgram | TritonProgram] = {}
+    resamples: dict[tuple[str, int], ReferenceProgram | TritonProgram] = {}
     workspace_bytes = 0
     if config.target == "reference":
         begin("packing weights")
         packed = pack_weights(any_graph, weights)
         for each in plan.programs:
             graph = graphs[each.form]
-            programs[each.step, each.bucket] = ReferenceProgram(graph, state, weights, packed)
+            program = ReferenceProgram(graph, state, weights, packed)
+            programs[each.step, each.bucket] = program
+            resamples[each.step, each.bucket] = ReferenceProgram(
+                graphs[RESAMPLE], state, {}, follows=program
+            )
     else:
         begin("loading kernels")
         if config.target == "cuda":
@@ -152,14 +160,12 @@ def load_artifact(
         workspace = allocate_workspace(plan, device)
         workspace_bytes = workspace.num_bytes
         for each in plan.programs:
-            programs[each.step, each.bucket] = TritonProgram(
-                each,
-                graphs[each.form],
-                artifact.path / "kernels",
-                state,
-                weights,
-                workspace,
-                bucket_dims(config, each.step, each.bucket),
+            dims = bucket_dims(config, each.step, each.bucket)
+            kernels = artifact.path / "kernels"
+            found = TritonProgram(each, graphs[each.form], kernels, state, weights, workspace, dims)
+            programs[each.step, each.bucket] = found
+            resamples[each.step, each.bucket] = TritonProgram(
+                plan.resample, graphs[RESAMPLE], kernels, state, {}, workspace, dims, follows=found
             )
     return LoadedArtifact(
         artifact,
@@ -169,6 +175,7 @@ def load_artifact(
         weights,
         state,
         programs,
+        resamples,
         workspace_bytes,
         tuple(warnings),
     )
@@ -184,12 +191,11 @@ def load_model(
     config = manifest.engine
     timer.begin("loading the tokenizer")
     tokenizer = _load_tokenizer(loaded)
-    by_step: dict[str, dict[int, Program]] = {"decode": {}, "mixed": {}}
-    for (step, bucket), program in loaded.programs.items():
-        by_step[step][bucket] = program
+    steps, resamples = _by_step(loaded.programs), _by_step(loaded.resamples)
     if config.target == "cuda":
         timer.begin("capturing CUDA graphs")
-        by_step["decode"] = dict(capture_decode(loaded.programs))
+        steps["decode"] = capture_decode(loaded.programs)
+        resamples["decode"] = capture_decode(loaded.resamples)
         timer.begin("warming up")
         _warm_up(loaded)
     num_pages = state.dims["P"]
@@ -219,13 +225,22 @@ def load_model(
     return LoadedModel(
         name=manifest.model_name,
         tokenizer=tokenizer,
-        executor=Executor(state, by_step["decode"], by_step["mixed"]),
+        executor=Executor(state, steps, resamples),
         scheduler=scheduler,
         max_model_len=config.max_context_tokens,
         vocab_size=int(loaded.checkpoint.config["vocab_size"]),
         summary=summary,
         count_jit_compiles=count_compiles(),
     )
+
+
+def _by_step(
+    programs: Mapping[tuple[str, int], ReferenceProgram | TritonProgram],
+) -> dict[str, Mapping[int, Program]]:
+    found: dict[str, dict[int, Program]] = {"decode": {}, "mixed": {}}
+    for (step, bucket), program in programs.items():
+        found[step][bucket] = program
+    return dict(found.items())
 
 
 def _warm_up(loaded: LoadedArtifact) -> None:
@@ -235,9 +250,10 @@ def _warm_up(loaded: LoadedArtifact) -> None:
     compiled while serving.
     """
     loaded.state.tensors["seq_rows"].fill_(-1)
-    for (step, _), program in loaded.programs.items():
+    for (step, bucket), program in loaded.programs.items():
         if step == "mixed":
             program.run(1, 1)
+            loaded.resamples[step, bucket].run(1, 1)
     torch.cuda.synchronize()
 
 

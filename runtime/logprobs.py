@@ -48,23 +48,20 @@ def log_probabilities(
 
 
 class PendingLogprobs:
-    """Hold a step's answers to `wishes` while they are on their way from the device."""
+    """Hold a step's answers to `wishes` while they are on their way from the device.
 
-    def __init__(
-        self,
-        wishes: Sequence[Wish],
-        slices: torch.Tensor,
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
-    ) -> None:
+    Shapes: a row per wish: logits f32[N, V], as the model gave them, and tokens i32[N].
+    """
+
+    def __init__(self, wishes: Sequence[Wish], logits: torch.Tensor, tokens: torch.Tensor) -> None:
         self._wishes = wishes
         num_top = max(wish.num_top for wish in wishes)
-        chosen_ids = tokens[slices]
+        chosen_ids = tokens
         targets = [wish.target for wish in wishes]
         if max(targets) >= 0:
             asked = torch.tensor(targets, dtype=chosen_ids.dtype, device=chosen_ids.device)
             chosen_ids = torch.where(asked >= 0, asked, chosen_ids)
-        found = (chosen_ids, *log_probabilities(logits[slices].float(), chosen_ids, num_top))
+        found = (chosen_ids, *log_probabilities(logits.float(), chosen_ids, num_top))
         self._fetched = [_fetch(tensor) for tensor in found]
 
     def take(self) -> dict[str, TokenLogprobs]:

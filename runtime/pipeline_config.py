@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from treadle.ir.errors import ConfigError, RequestError
@@ -132,10 +132,11 @@ class GenerationConfig:
     `do_sample` False: always the likeliest token; temperature, `top_k`, `top_p` and `min_p` have a
     say only with True. `max_new_tokens`: at most as many, fewer where the window ends before;
     None: as many as it holds. `random_seed` None: another answer each time. `stop_words` are texts
-    of any length and end the answer wherever they come up. `min_new_tokens` counts the token that
-    ends the answer. `logprobs`: tell the log probability of each token and of this many likeliest
-    ones, the model's own, before temperature and all else. The fields from `n` on only take
-    their defaults so far.
+    of any length and end the answer wherever they come up. Before `min_new_tokens` no end is drawn.
+    `repetition_penalty` looks at prompt and answer, `presence_penalty` and `frequency_penalty` at
+    the answer; `logit_bias` maps tokens to what is added to their logits. `logprobs`: tell the log
+    probability of each token and of this many likeliest ones, the model's own, before temperature
+    and all else. The fields marked as not yet there only take their defaults so far.
     """
 
     max_new_tokens: int | None = 512
@@ -152,10 +153,13 @@ class GenerationConfig:
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
     n: int = field(default=1, metadata=NOT_YET)
-    repetition_penalty: float = field(default=1.0, metadata=NOT_YET)
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
     bad_words: Sequence[str] | None = field(default=None, metadata=NOT_YET)
-    bad_token_ids: Sequence[int] | None = field(default=None, metadata=NOT_YET)
-    skip_special_tokens: bool = field(default=True, metadata=NOT_YET)
+    bad_token_ids: Sequence[int] | None = None
+    skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = field(default=True, metadata=NOT_YET)
     response_format: Any = field(default=None, metadata=NOT_YET)
     logits_processors: Any = field(default=None, metadata=NOT_YET)
@@ -177,7 +181,12 @@ class GenerationConfig:
                     param=own.name,
                     code="unsupported_field",
                 )
-        for name in ("do_sample", "ignore_eos", "include_stop_str_in_output"):
+        for name in (
+            "do_sample",
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(
                     f"Expected `{name}` to be True or False, found "
@@ -196,6 +205,12 @@ class GenerationConfig:
             ignore_eos=self.ignore_eos,
             min_tokens=0 if self.min_new_tokens is None else self.min_new_tokens,
             include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=_as_pairs("logit_bias", self.logit_bias),
+            bad_token_ids=_as_tuple("bad_token_ids", self.bad_token_ids),
             logprobs=self.logprobs,
         )
         try:
@@ -204,16 +219,18 @@ class GenerationConfig:
             raise _rename(error) from None
         if self.do_sample:
             return params
-        return SamplingParams(
-            max_tokens=params.max_tokens,
-            temperature=0.0,
-            stop=params.stop,
-            stop_token_ids=params.stop_token_ids,
-            ignore_eos=params.ignore_eos,
-            min_tokens=params.min_tokens,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            logprobs=params.logprobs,
+        return replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=None)
+
+
+def _as_pairs(name: str, value: object) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise RequestError(
+            f"Expected `{name}` to map token ids to numbers, found {show_value(value)}.",
+            param=name,
         )
+    return tuple(value.items())
 
 
 def _as_tuple(name: str, value: object) -> tuple[Any, ...]:

@@ -20,6 +20,8 @@ from treadle.runtime.config import EngineConfig, decode_buckets, mixed_buckets
 from treadle.runtime.state import state_dims
 
 PLAN = "plan.json"
+# The step, and the form of its graph, that draws again from adjusted logits.
+RESAMPLE = "resample"
 
 
 @dataclass(frozen=True)
@@ -53,18 +55,27 @@ class ProgramPlan:
 class Plan:
     """Plan all programs.
 
-    `modules` are the kernels' texts by name, `scratch` the (dtype, elements) of what they ask for.
+    `resample` follows any of the steps when rows ask for adjusted logits; its values are those of
+    the step it follows. `modules` are the kernels' texts by name, `scratch` the (dtype, elements)
+    of what they ask for.
     """
 
     programs: tuple[ProgramPlan, ...]
+    resample: ProgramPlan | None = None
     scratch: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def all_programs(self) -> tuple[ProgramPlan, ...]:
+        """The steps' programs, and the one that may follow them."""
+        return (*self.programs, *([self.resample] if self.resample else []))
 
     def write(self, folder: Path) -> None:
         """Write plan and kernels into an artifact's folder."""
         data = {
             "scratch": {name: list(size) for name, size in self.scratch.items()},
             "programs": [asdict(program) for program in self.programs],
+            "resample": asdict(self.resample) if self.resample else None,
         }
         (folder / PLAN).write_text(json.dumps(data, indent=1) + "\n")
         if self.modules:
@@ -75,17 +86,15 @@ class Plan:
 
 def read_plan(data: Mapping[str, Any]) -> Plan:
     """Read what `Plan.write` wrote, without the modules."""
-    programs = tuple(
-        ProgramPlan(
-            **{
-                **program,
-                "launches": tuple(LaunchPlan(**launch) for launch in program["launches"]),
-            }
-        )
-        for program in data["programs"]
-    )
+    programs = tuple(map(_read_program, data["programs"]))
+    resample = _read_program(data["resample"]) if data["resample"] else None
     scratch = {name: (dtype, elements) for name, (dtype, elements) in data["scratch"].items()}
-    return Plan(programs, scratch)
+    return Plan(programs, resample, scratch)
+
+
+def _read_program(program: Mapping[str, Any]) -> ProgramPlan:
+    launches = tuple(LaunchPlan(**launch) for launch in program["launches"])
+    return ProgramPlan(**{**program, "launches": launches})
 
 
 Choose = Callable[[Op, Graph, Situation, Iterator[Candidate]], Candidate]
@@ -118,7 +127,8 @@ def plan_programs(
             (
                 ProgramPlan("decode", engine.max_rows, "decode"),
                 ProgramPlan("mixed", engine.max_step_tokens, "mixed"),
-            )
+            ),
+            ProgramPlan(RESAMPLE, engine.max_rows, RESAMPLE),
         )
     planner = _Planner(engine, architecture, choose)
     programs = []
@@ -129,7 +139,8 @@ def plan_programs(
     for tokens in mixed_buckets(engine.max_step_tokens):
         report(f"planning the mixed step of {tokens} tokens")
         programs.append(planner.plan("mixed", tokens, "mixed", graphs["mixed"]))
-    return Plan(tuple(programs), planner.scratch, planner.modules)
+    resample = planner.plan(RESAMPLE, engine.max_rows, RESAMPLE, graphs[RESAMPLE])
+    return Plan(tuple(programs), resample, planner.scratch, planner.modules)
 
 
 def decode_form(rows: int) -> str:
@@ -150,7 +161,7 @@ def plan_one(
     """Plan a single program: what the tuner varies."""
     planner = _Planner(engine, architecture, choose)
     program = planner.plan(step, bucket, form, graph)
-    return Plan((program,), planner.scratch, planner.modules)
+    return Plan((program,), None, planner.scratch, planner.modules)
 
 
 class _Planner:
@@ -180,6 +191,8 @@ class _Planner:
                 assert dtype == scratch.dtype, f"scratch `{scratch.name}` has two dtypes"
                 self.scratch[scratch.name] = (dtype, max(elements, scratch.elements))
             launches.append(LaunchPlan(op.name, name, candidate.arguments))
+        if step == RESAMPLE:
+            return ProgramPlan(step, bucket, form, tuple(launches))
         buffers = plan_buffers(graph, dims)
         return ProgramPlan(
             step, bucket, form, tuple(launches), buffers.offsets, buffers.total_bytes

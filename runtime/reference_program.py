@@ -26,7 +26,8 @@ class ReferenceProgram:
     """Play one graph.
 
     With `packed` weights ops are played in their quick forms, where they have one; without, each
-    plain op is played by its reference function.
+    plain op is played by its reference function. A program that `follows` another changes the
+    values that the other left.
     """
 
     def __init__(
@@ -35,12 +36,19 @@ class ReferenceProgram:
         state: DeviceState,
         weights: Mapping[str, torch.Tensor],
         packed: PackedWeights | None = None,
+        follows: ReferenceProgram | None = None,
     ) -> None:
+        self.values: Environment = {}
+        self._follows = follows
         self._state = state
         self._weights = {f"@{name}": tensor for name, tensor in weights.items()}
         linears = packed.linears if packed else {}
         self._packed = {f"@{name}": tensor for name, tensor in linears.items()}
-        self._leading = [(v.name, v.type.shape[0]) for v in graph.inputs if not v.type.layout]
+        self._leading = [
+            (v.name, v.type.shape[0])
+            for v in graph.inputs
+            if not v.type.layout and v.name in state.tensors
+        ]
         # What all layers derive from the step's inputs is derived once, before the first that asks.
         self._shared = _SharedInputs(tuple(walk(graph.ops)), graph)
         quick = None
@@ -61,6 +69,9 @@ class ReferenceProgram:
         tensors = self._state.tensors
         env: Environment = dict(self._weights)
         env.update((name, tensors[name][: bind(dim, dims)]) for name, dim in self._leading)
+        if self._follows is not None:
+            left = self._follows.values
+            env.update(logits=left["logits"], sample_index=left["tokens"])
         self._shared.forget()
         with torch.inference_mode():
             for steps, done in self._ops:
@@ -69,6 +80,7 @@ class ReferenceProgram:
                 if not keep_values:
                     for name in done:
                         env.pop(name, None)  # a quick form of the whole never made what is inside
+        self.values = env
         return env
 
     def _bind(self, op: Op, quick: QuickForms | None) -> list[Step]:

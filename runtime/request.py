@@ -22,6 +22,11 @@ MAX_TEMPERATURE = 2.0
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_BIASED_TOKENS = 512
+MAX_BAD_TOKEN_IDS = 256
+MAX_BIAS = 100.0
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 1e6
 MAX_LOGPROBS = 20
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -42,9 +47,13 @@ class SamplingParams:
 
     `max_tokens` None: as many as the window holds. `temperature` 0: always the likeliest token.
     `top_k` 0, `top_p` 1, `min_p` 0: off. `seed` None: the engine picks one.
-    `min_tokens`: an end of sequence, stop token or stop string before this many tokens does not
-    end the answer. `continues_text`: the answer goes on with the prompt's text, so the leading
-    space of its first word is kept; otherwise it is a text of its own, decoded as such.
+    `presence_penalty` and `frequency_penalty` look at the answer alone, `repetition_penalty` at the
+    prompt too; 0, 0 and 1: off. `logit_bias`: pairs of a token and what is added to its logit.
+    `bad_token_ids` are never drawn. `skip_special_tokens` False: special tokens are written out.
+    `min_tokens`: no end of sequence and no stop token is drawn before this many tokens, and no stop
+    string that is complete before them ends the answer. `continues_text`: the answer goes on with
+    the prompt's text, so the leading space of its first word is kept; otherwise it is a text of its
+    own, decoded as such.
     `shown_token_ids`: special tokens that the text shows, as the marks of a tool call.
     `logprobs`: tell the log probability of each token, and of this many likeliest; None: of none.
     `prompt_logprobs`: the same for the prompt, whose tokens are then computed one a step.
@@ -55,12 +64,18 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     continues_text: bool = False
     shown_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
@@ -77,6 +92,12 @@ class SamplingParams:
         _check_int("top_k", self.top_k, 0, INT32_MAX)
         _check_number("top_p", self.top_p, 0.0, 1.0, above=True)
         _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number(
+            "repetition_penalty", self.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, above=True
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY)
+        self._check_biases()
         if self.seed is not None:
             _check_int("seed", self.seed, INT64_MIN, INT64_MAX)
         _check_count("stop", self.stop, MAX_STOP_STRINGS)
@@ -101,6 +122,38 @@ class SamplingParams:
                 param="min_tokens",
             )
         return self
+
+    def _check_biases(self) -> None:
+        _check_count("logit_bias", self.logit_bias, MAX_BIASED_TOKENS)
+        for token_id, bias in self.logit_bias:
+            _check_int("logit_bias", token_id, 0, INT32_MAX)
+            _check_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+        if len({token_id for token_id, _ in self.logit_bias}) != len(self.logit_bias):
+            raise RequestError(
+                "Expected each token once in `logit_bias`, found one twice.", param="logit_bias"
+            )
+        _check_count("bad_token_ids", self.bad_token_ids, MAX_BAD_TOKEN_IDS)
+        for token_id in self.bad_token_ids:
+            _check_int("bad_token_ids", token_id, 0, INT32_MAX)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Check the token ids that these parameters name.
+
+        Raises: RequestError: one is not of the model's vocabulary; `param` names the field.
+        """
+        named = {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": tuple(token_id for token_id, _ in self.logit_bias),
+            "bad_token_ids": self.bad_token_ids,
+        }
+        for name, token_ids in named.items():
+            if token_ids and max(token_ids) >= vocab_size:
+                raise RequestError(
+                    f"Expected `{name}` from 0 to {vocab_size - 1}, the model's vocabulary; found "
+                    f"{max(token_ids)}.",
+                    param=name,
+                    code="invalid_token_id",
+                )
 
     def for_choice(self, choice: int) -> SamplingParams:
         """Give the parameters of one of several answers to one request: each has its own seed."""

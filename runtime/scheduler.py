@@ -14,6 +14,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from treadle.ir.errors import ConfigError, QueueFullError, RequestError
+from treadle.runtime.adjustments import find_adjustments
 from treadle.runtime.pages import Namespace, PagePool, PageTable
 from treadle.runtime.request import FinishReason, SamplingParams
 
@@ -38,6 +39,7 @@ class SequenceStatus(Enum):
 class SequenceState:
     """One request from `add` to its end. Read by the engine, written by the scheduler only.
 
+    adjusted: what it asks of its logits, as bits; see `adjustments.find_adjustments`.
     token_ids: prompt and generated tokens known to the host.
     scheduled_tokens: tokens whose K and V are in the cache, or will be once the planned steps ran;
       may be one more than `len(token_ids)`, when a step is planned ahead.
@@ -53,6 +55,7 @@ class SequenceState:
     stop_ids: frozenset[int]
     table: PageTable
     arrival: int
+    adjusted: int = 0
     token_ids: list[int] = field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
     row: int = NO_ROW
@@ -303,6 +306,7 @@ class Scheduler:
                 else (*namespace, ("scored", str(self._next_arrival))),
             ),
             arrival=self._next_arrival,
+            adjusted=find_adjustments(params, stop_ids),
             token_ids=list(prompt),
             # The last token is returned, never fed.
             last_position=len(prompt) + max_tokens - 1,

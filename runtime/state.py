@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from treadle.ir.builder import ROW_STATE, STEP_INPUTS
+from treadle.ir.builder import ROW_STATE, STEP_INPUTS, adjustment_state
 from treadle.ir.dims import B
 from treadle.ir.graph import Graph, Value
 from treadle.ir.types import TensorType
@@ -108,9 +108,16 @@ def state_dims(config: EngineConfig, num_pages: int) -> dict[str, int]:
 
 
 def allocate_state(
-    caches: Iterable[Value], config: EngineConfig, num_pages: int, device: torch.device
+    caches: Iterable[Value],
+    config: EngineConfig,
+    num_pages: int,
+    device: torch.device,
+    vocab_size: int = 0,
 ) -> DeviceState:
-    """Allocate zeroed state for `config` with `num_pages` pages."""
+    """Allocate zeroed state for `config` with `num_pages` pages.
+
+    Without a `vocab_size` there is none for adjusted logits, as where programs are only tried.
+    """
     dims = state_dims(config, num_pages)
     offsets: dict[str, int] = {}
     total = 0
@@ -123,7 +130,8 @@ def allocate_state(
         for name, offset in offsets.items()
     }
     tensors["seq_rows"].fill_(PADDING_ROW)
-    for name, type_ in ROW_STATE.items():
+    row_state = {**ROW_STATE, **(adjustment_state(vocab_size) if vocab_size else {})}
+    for name, type_ in row_state.items():
         shape, dtype = type_.bound_shape(dims), TORCH_DTYPES[type_.dtype]
         tensors[name] = torch.zeros(shape, dtype=dtype, device=device)
     pages = {}

@@ -159,10 +159,11 @@ class TextStream:
         self._params = params
         self._eos_token_ids = frozenset() if params.ignore_eos else tokenizer.eos_token_ids
         self._end_token_ids = self._eos_token_ids.union(params.stop_token_ids)
+        shown = params.shown_token_ids
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
             continues_text=params.continues_text,
-            shown_token_ids=params.shown_token_ids,
+            shown_token_ids=shown if params.skip_special_tokens else tokenizer.special_token_ids,
         )
         self._matcher = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
 

@@ -52,7 +52,7 @@ class TritonProgram:
     """Launch a program's kernels. Every argument but the sizes is bound once.
 
     `values` are what its ops produce, `tensors` all that they touch but the caches, by the graph's
-    names.
+    names. A program that `follows` another changes that one's values, and draws tokens of its own.
     Raises: ArtifactError: a kernel's module is missing.
     """
 
@@ -65,9 +65,18 @@ class TritonProgram:
         weights: Mapping[str, torch.Tensor],
         workspace: Workspace,
         dims: Mapping[str, int],
+        follows: TritonProgram | None = None,
     ) -> None:
         self.plan = plan
-        self.values = _place_values(plan, graph, workspace.arena, dims)
+        if follows is None:
+            self.values = _place_values(plan, graph, workspace.arena, dims)
+        else:
+            drawn = follows.values["tokens"]
+            self.values = {
+                **follows.values,
+                "sample_index": drawn,
+                "tokens": torch.empty_like(drawn),
+            }
         self.tensors = {
             **state.tensors,
             **{f"@{name}": tensor for name, tensor in weights.items()},
@@ -160,14 +169,17 @@ class GraphedProgram:
 def capture_decode(
     programs: Mapping[tuple[str, int], object],
 ) -> Mapping[int, GraphedProgram]:
-    """Capture a graph per decode bucket, the largest first: the smaller ones reuse its memory."""
+    """Capture a graph per decode bucket, the largest first: the smaller ones reuse its memory.
+
+    `programs` are those of the steps, or those that follow them.
+    """
     pool = torch.cuda.graph_pool_handle()
     captured = {}
     with torch.cuda.stream(torch.cuda.Stream()):
         for step, bucket in sorted(programs, reverse=True):
             program = programs[step, bucket]
             if step == "decode" and isinstance(program, TritonProgram):
-                captured[bucket] = GraphedProgram(program, pool)
+                captured[bucket] = GraphedProgram(program, pool, (bucket, bucket))
         torch.cuda.synchronize()
     return captured
 

@@ -10,16 +10,19 @@ from dataclasses import asdict
 
 import torch
 
+from treadle.ir.builder import MAX_BIASES
 from treadle.ir.errors import KernelError
 from treadle.runtime.commands import artifact_of
 from treadle.runtime.console import print_json, print_table
 from treadle.runtime.loading import LoadedArtifact, ServeOptions, load_artifact
+from treadle.runtime.planner import RESAMPLE
 from treadle.runtime.progress import Progress
 from treadle.runtime.triton_program import TritonProgram
 from treadle.runtime.verify import (
     HINTS,
     LayerCheck,
     OpCheck,
+    fill_adjustments,
     prepare_prompts,
     verify_layers,
     verify_program,
@@ -83,6 +86,10 @@ def _verify_kernels(loaded: LoadedArtifact, report: Callable[[str], None]) -> li
             loaded.state.write_decode(len(prompts))
             sizes = bucket, bucket
         found += verify_program(program, graph, loaded.state, *sizes)
+        again = loaded.resamples[step, bucket]
+        assert isinstance(again, TritonProgram), "of the same target as the step"
+        fill_adjustments(loaded.state, _prompt(loaded, MAX_BIASES))
+        found += verify_program(again, loaded.graphs[RESAMPLE], loaded.state, *sizes)
     return found
 
 

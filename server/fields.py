@@ -63,18 +63,19 @@ def whole(least: int, most: int) -> Check:
     return Check(expects, read, {"type": "integer", "minimum": least, "maximum": most})
 
 
-def number(least: float, most: float) -> Check:
-    """Accept finite numbers of a range."""
-    expects = f"a number from {least:g} to {most:g}"
+def number(least: float, most: float, *, above: bool = False) -> Check:
+    """Accept finite numbers of a range; `above` leaves out its least one."""
+    expects = f"a number {'above' if above else 'from'} {least:g} to {most:g}"
 
     def read(value: object, path: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             refuse(path, expects, value, "invalid_type")
-        if not math.isfinite(value) or not least <= value <= most:
+        if not math.isfinite(value) or not least <= value <= most or (above and value == least):
             refuse(path, expects, value)
         return float(value)
 
-    return Check(expects, read, {"type": "number", "minimum": least, "maximum": most})
+    edge = "exclusiveMinimum" if above else "minimum"
+    return Check(expects, read, {"type": "number", edge: least, "maximum": most})
 
 
 def string(most_characters: int | None = None, least_characters: int = 0) -> Check:

@@ -17,14 +17,8 @@ logger = logging.getLogger("treadle.server")
 
 
 def check_stop_ids(engine: Engine, params: SamplingParams) -> SamplingParams:
-    for token_id in params.stop_token_ids:
-        if token_id >= engine.vocab_size:
-            raise RequestError(
-                f"Expected `stop_token_ids` from 0 to {engine.vocab_size - 1}, the model's "
-                f"vocabulary; found {token_id}.",
-                param="stop_token_ids",
-                code="invalid_token_id",
-            )
+    """Give parameters whose token ids are of the model's vocabulary. Raises: RequestError."""
+    params.check_vocabulary(engine.vocab_size)
     return params
 
 

@@ -15,7 +15,12 @@ from treadle.runtime.request import (
     INT32_MAX,
     INT64_MAX,
     INT64_MIN,
+    MAX_BAD_TOKEN_IDS,
+    MAX_BIAS,
+    MAX_BIASED_TOKENS,
     MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -46,12 +51,43 @@ from treadle.server.fields import (
     only,
     parse_json,
     read_fields,
+    refuse,
     string,
     whole,
 )
 
 MAX_CHOICES = 128
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
+
+_BIAS = number(-MAX_BIAS, MAX_BIAS)
+
+
+def _read_logit_bias(value: object, path: str) -> tuple[tuple[int, float], ...]:
+    """Read an object whose names are token ids, which JSON writes as strings."""
+    if not isinstance(value, dict):
+        refuse(path, LOGIT_BIAS.expects, value, "invalid_type")
+    if len(value) > MAX_BIASED_TOKENS:
+        refuse(path, LOGIT_BIAS.expects, value)
+    biases = {}
+    for name, bias in value.items():
+        if not (name.isascii() and name.isdecimal() and int(name[:20]) <= INT32_MAX):
+            refuse(path, "an object whose names are token ids", name)
+        biases[int(name)] = _BIAS.read(bias, f"{path}.{name}")
+    if len(biases) != len(value):
+        refuse(path, "an object that names each token once", value)
+    return tuple(biases.items())
+
+
+LOGIT_BIAS = Check(
+    f"an object of at most {MAX_BIASED_TOKENS} token ids, each with {_BIAS.expects}",
+    _read_logit_bias,
+    {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": _BIAS.schema,
+        "maxProperties": MAX_BIASED_TOKENS,
+    },
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +137,27 @@ class GenerateRequest(Request):
     min_p: float = declare(
         number(0, 1), 0.0, doc="Leave out tokens less likely than this share of the likeliest."
     )
+    presence_penalty: float = declare(
+        number(-MAX_PENALTY, MAX_PENALTY),
+        0.0,
+        doc="Taken from the logits of tokens that the answer has; the prompt's don't count.",
+    )
+    frequency_penalty: float = declare(
+        number(-MAX_PENALTY, MAX_PENALTY),
+        0.0,
+        doc="Taken from a token's logit as often as the answer has it.",
+    )
+    repetition_penalty: float = declare(
+        number(0, MAX_REPETITION_PENALTY, above=True),
+        1.0,
+        doc="Divides the logits of tokens that prompt or answer have; multiplies negative ones.",
+    )
+    logit_bias: tuple[tuple[int, float], ...] = declare(
+        LOGIT_BIAS, (), doc="What is added to the logits of tokens; before penalties."
+    )
+    bad_token_ids: tuple[int, ...] = declare(
+        list_of(whole(0, INT32_MAX), MAX_BAD_TOKEN_IDS), (), doc="Tokens that are never drawn."
+    )
     seed: int | None = declare(
         whole(INT64_MIN, INT64_MAX),
         None,
@@ -118,10 +175,15 @@ class GenerateRequest(Request):
         boolean(), False, doc="Go on after an end of sequence, to `max_tokens`."
     )
     min_tokens: int = declare(
-        whole(0, INT32_MAX), 0, doc="The fewest tokens of one answer: no end or stop counts before."
+        whole(0, INT32_MAX),
+        0,
+        doc="Before this many tokens no end or stop token is drawn, and no stop text counts.",
     )
     include_stop_str_in_output: bool = declare(
         boolean(), False, doc="Keep the stop text or token that ended the answer."
+    )
+    skip_special_tokens: bool = declare(
+        boolean(), True, doc="Leave special tokens out of the text; the end is never part of it."
     )
     n: int = declare(whole(1, MAX_CHOICES), 1, doc="How many answers to give to each prompt.")
     stream: bool = declare(boolean(), False, doc="Send the answer as it grows, as SSE.")
@@ -156,12 +218,18 @@ class GenerateRequest(Request):
             top_k=max(self.top_k, 0),
             top_p=1.0 if is_greedy else self.top_p,
             min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            bad_token_ids=self.bad_token_ids,
             seed=self.seed,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,
             include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
         )
 
 
@@ -320,10 +388,6 @@ WITHOUT_EFFECT: dict[str, Check] = {
 }
 # Known and not offered: only the value that asks for nothing is accepted.
 _UNSUPPORTED: dict[str, Check] = {
-    "frequency_penalty": only(0),
-    "presence_penalty": only(0),
-    "repetition_penalty": only(1),
-    "logit_bias": only({}),
     "service_tier": only("auto", "default"),
 }
 UNSUPPORTED: dict[type[Request], dict[str, Check]] = {

@@ -94,8 +94,10 @@ def test_an_op_is_lowered_alone_or_inside_a_fused_one(kind: str) -> None:
 # How each op becomes a kernel: `alone`, or fused behind (or before) the op named.
 HOW = {
     "add": "linear",
+    "adjust_logits": "alone",
     "advance": "alone",
     "attention": "alone",
+    "count_tokens": "alone",
     "embed": "alone",
     "gather_rows": "rms_norm",
     "glu": "linear",

@@ -49,7 +49,7 @@ def _plan(machine: str) -> tuple[planner.Plan, compiler.Compilation]:
 def _first_uses(plan: planner.Plan) -> dict[str, str]:
     """Name each module by its kernel and the first bucket that uses it, for readable goldens."""
     names: dict[str, str] = {}
-    for program in plan.programs:
+    for program in plan.all_programs:
         for launch in program.launches:
             kernel = launch.kernel.partition(".")[0]
             name = f"{kernel}.{program.step}_{program.bucket}"

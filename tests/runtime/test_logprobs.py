@@ -43,7 +43,7 @@ def test_large_logits_stay_finite_and_no_more_tokens_come_than_there_are() -> No
 def test_what_json_can_not_hold_becomes_the_least_value() -> None:
     logits = torch.tensor([[0.0, -math.inf], [math.nan, 0.0]])
     wishes = [Wish(0, "a", 2), Wish(1, "b", 0)]
-    pending = PendingLogprobs(wishes, torch.tensor([0, 1]), logits, torch.tensor([1, -2]))
+    pending = PendingLogprobs(wishes, logits, torch.tensor([1, -2]))
     answers = pending.take()
     assert answers["a"].logprob == answers["a"].top[1][1] == LEAST_LOGPROB
     assert answers["b"].logprob == LEAST_LOGPROB and answers["b"].top == ()

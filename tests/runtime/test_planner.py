@@ -42,6 +42,7 @@ def test_a_plan_reads_back_as_it_was_written(tmp_path: Path, target: str) -> Non
     plan.write(tmp_path)
     read = read_plan(json.loads((tmp_path / PLAN).read_text()))
     assert (read.programs, read.scratch) == (plan.programs, plan.scratch)
+    assert read.resample == plan.resample is not None
     files = {path.stem: path.read_text() for path in (tmp_path / "kernels").glob("*.py")}
     assert files == plan.modules
 
@@ -60,7 +61,7 @@ def test_norms_are_folded_into_linears_only_as_far_as_a_gemv_goes() -> None:
 
 def test_a_program_launches_the_ops_of_its_graph_in_order() -> None:
     made, plan = plan_for("interpret")
-    for program in plan.programs:
+    for program in plan.all_programs:
         ops = [op.name for op in made.fused[program.form].ops]
         assert [launch.op for launch in program.launches] == ops
         assert {launch.kernel for launch in program.launches} <= set(plan.modules)
@@ -75,6 +76,20 @@ def test_every_value_lies_inside_the_arena_of_its_program() -> None:
         assert set(program.offsets) == produced
         for name, offset in program.offsets.items():
             assert 0 <= offset <= program.arena_bytes - graph.types[name].num_bytes(dims)
+
+
+def test_the_program_that_draws_again_has_no_values_of_its_own() -> None:
+    made, plan = plan_for("interpret")
+    assert plan.resample is not None and plan.all_programs[-1] is plan.resample
+    assert (plan.resample.offsets, plan.resample.arena_bytes) == ({}, 0)
+    # It draws by the very kernel that the steps draw by.
+    samplers = {p.launches[-1].kernel for p in plan.programs}
+    assert samplers == {plan.resample.launches[1].kernel}
+    assert [op.kind for op in made.fused["resample"].ops] == [
+        "adjust_logits",
+        "sample",
+        "count_tokens",
+    ]
 
 
 def test_scratch_is_as_large_as_the_most_demanding_program_asks() -> None:

@@ -246,6 +246,19 @@ def test_min_tokens_outlasts_ends_and_stops(byte_level: Tokenizer, eos: int) -> 
     assert join(steps) == ("aba", FinishReason.STOP, "b", 5)
 
 
+def test_special_tokens_are_written_out_where_they_are_wanted(
+    byte_level: Tokenizer, rng_seed: int
+) -> None:
+    random_ = random.Random(rng_seed)
+    specials = sorted(byte_level.special_token_ids)
+    params = SamplingParams(skip_special_tokens=False, ignore_eos=True)
+    for _ in range(60):
+        count = random_.randint(1, 12)
+        token_ids = [random_.choice((*b"ab \xc3\xa9\xf0", *specials)) for _ in range(count)]
+        text = join([*run(byte_level, token_ids, params)])[0]
+        assert text == byte_level.decode(token_ids, keeps_special=True)
+
+
 def test_abort_lets_go_of_what_was_held_back(byte_level: Tokenizer) -> None:
     text_stream = TextStream(byte_level, SamplingParams(stop=("assistant",)))
     assert text_stream.push([*b"an ass"]).text == "an "

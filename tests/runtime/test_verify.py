@@ -18,6 +18,7 @@ from treadle.runtime.loading import LoadedArtifact, ServeOptions, load_artifact
 from treadle.runtime.triton_program import TritonProgram
 from treadle.runtime.verify import (
     OpCheck,
+    fill_adjustments,
     load_transformers,
     prepare_prompts,
     verify_layers,
@@ -81,6 +82,34 @@ def test_every_kernel_of_a_sound_model_passes(
     assert changed == (
         {"kv.0", "last_token", "length"} if step == "decode" else {"kv.0", "last_token"}
     )
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("step", "bucket"), [("mixed", 16), ("decode", 2)])
+def test_the_kernels_that_adjust_logits_and_draw_again_are_checked_too(
+    tmp_path: Path, rng_seed: int, step: str, bucket: int
+) -> None:
+    artifact = compile_kernels(tmp_path, rng_seed)
+    edits: list[Callable[[str], str]] = [
+        lambda text: text + "\n",
+        lambda text: text.replace("index >> 5", "index >> 4"),
+    ]
+    for edit, wrong in zip(edits, (set(), {"logits"}), strict=True):
+        edit_kernel(artifact, "adjust_logits", edit)
+        loaded = load(artifact)
+        check(loaded, step, bucket, rng_seed)
+        fill_adjustments(loaded.state, random.Random(rng_seed).sample(range(320), 300))
+        program, graph = loaded.resamples[step, bucket], loaded.graphs["resample"]
+        assert isinstance(program, TritonProgram)
+        sizes = (14, 2) if step == "mixed" else (bucket, bucket)
+        checks = list(verify_program(program, graph, loaded.state, *sizes))
+        assert [each.result for each in checks] == [
+            "logits",
+            "tokens",
+            "last_token",
+            "token_counts",
+        ]
+        assert {each.result for each in checks if not each.passed} == wrong
 
 
 @pytest.mark.interpreted

@@ -164,10 +164,17 @@ def test_sampling_fields_reach_the_engine(server: LiveServer) -> None:
         "ignore_eos": True,
         "min_tokens": 2,
         "include_stop_str_in_output": True,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"65": 5},
+        "bad_token_ids": [66],
+        "skip_special_tokens": False,
     }
     assert server.chat(**fields, max_tokens=9).status == 200
     params = server.engine.seen[-1][1]
     expected = fields | {"stop": ("zz",), "stop_token_ids": (7,), "max_tokens": 9}
+    expected |= {"logit_bias": ((65, 5.0),), "bad_token_ids": (66,)}
     assert {name: getattr(params, name) for name in expected} == expected
 
 

@@ -55,10 +55,15 @@ RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     "user": (["u"], [5]),
     "store": ([True], ["yes"]),
     "metadata": ([{"a": "b"}], []),
-    "frequency_penalty": ([0, 0.0], [0.5, -1, "0", False]),
-    "presence_penalty": ([0], [0.1]),
-    "repetition_penalty": ([1, 1.0], [1.1, True]),
-    "logit_bias": ([{}], [{"5": 1}, []]),
+    "frequency_penalty": ([0, -2.0, 2], [2.1, -3, "0", False]),
+    "presence_penalty": ([0, 0.1], [2.1, -2.1]),
+    "repetition_penalty": ([1, 1.1, 5, 1e-3], [0, -1, True, "1"]),
+    "logit_bias": (
+        [{}, {"5": 1, "0": -100}],
+        [{"5": 101}, {"5": "1"}, {"a": 1}, {"-5": 1}, {"5": 1, "05": 2}, {"2147483648": 1}, []],
+    ),
+    "bad_token_ids": ([[], [0, 5]], [[-1], [1.5], 5, list(range(257))]),
+    "skip_special_tokens": ([True, False], [0]),
     "service_tier": (["auto"], ["flex"]),
 }
 CHAT_RANGES: dict[str, tuple[list[Any], list[Any]]] = {
