@@ -391,6 +391,24 @@ def report_command() -> None:
     help="Ask clients for this key. Repeatable. TREADLE_API_KEYS keeps it out of `ps`.",
 )
 @click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Read keys from a file, one a line; lines that begin with # are left out.",
+)
+@click.option(
+    "--ssl-certfile",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Serve by HTTPS with this certificate (PEM), and its chain.",
+)
+@click.option(
+    "--ssl-keyfile",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The certificate's private key, if it is in a file of its own.",
+)
+@click.option(
     "--kv-memory",
     type=Size(),
     default=0,
@@ -422,6 +440,13 @@ def report_command() -> None:
 )
 @click.option(
     "--max-body", type=Size(), default="32MiB", help="The largest request.", show_default=True
+)
+@click.option(
+    "--read-timeout-s",
+    type=float,
+    default=60.0,
+    help="Seconds in which a request's body must have come.",
+    show_default=True,
 )
 @click.option("--open-metrics", is_flag=True, help="Give /metrics without a key too.")
 @click.option(

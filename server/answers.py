@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from treadle.ir.errors import QueueFullError, TreadleError
+from aiohttp import web
+
+from treadle.ir.errors import QueueFullError, RequestError, TreadleError
 from treadle.runtime.answer_parts import (
     AnswerParser,
     CallArguments,
@@ -25,14 +27,13 @@ from treadle.runtime.answer_parts import (
 )
 from treadle.runtime.request import (
     Delta,
-    Engine,
     FinishReason,
     Generation,
     SamplingParams,
     Usage,
     join_deltas,
 )
-from treadle.server.state import Metrics
+from treadle.server.state import ENGINE, METRICS, STATE, Metrics
 
 logger = logging.getLogger("treadle.server")
 
@@ -74,7 +75,10 @@ class Step(NamedTuple):
 
 @dataclass
 class Answer:
-    """Follow one generation: what it says, when it began, and why it ended."""
+    """Follow one generation: what it says, when it began, and why it ended.
+
+    `start_s` is on the monotonic clock.
+    """
 
     generation: Generation
     endpoint: str
@@ -85,6 +89,7 @@ class Answer:
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     has_calls: bool = False
+    is_cancelled: bool = False
     finish_reason: FinishReason | None = None
 
     async def steps(self) -> AsyncIterator[Step]:
@@ -101,7 +106,7 @@ class Answer:
                 reason = step.delta.finish_reason
                 if reason is not None:
                     self._end(reason)
-                    _check_end(reason)
+                    self._check_end(reason)
                 yield step
                 if reason is not None:
                     # The engine may not know that a call was the last thing wanted.
@@ -119,6 +124,28 @@ class Answer:
                 "aborted %s after %d tokens", self.generation.request_id, self.completion_tokens
             )
         self.generation.abort()
+
+    def cancel(self) -> bool:
+        """End the answer from outside; its client is told. Say whether it still ran."""
+        if self.finish_reason is not None:
+            return False
+        self.is_cancelled = True
+        self.generation.abort()
+        return True
+
+    def _check_end(self, reason: FinishReason) -> None:
+        """Raise for an answer that was broken off."""
+        if reason is FinishReason.ABORT and self.is_cancelled:
+            raise RequestError("The answer was ended by /abort_request.", code="aborted")
+        if reason is FinishReason.ABORT:
+            raise QueueFullError(
+                "The server stopped before the answer was complete.",
+                remedy="Send the request again.",
+                retry_after_s=5,
+                code="draining",
+            )
+        if reason is FinishReason.ERROR:
+            raise TreadleError("The engine failed at this request.", remedy="Its log says why.")
 
     def _tell_apart(self, delta: Delta) -> Step:
         if self.parser is None:
@@ -177,48 +204,42 @@ async def collect_answer(answer: Answer) -> Step:
 
 @contextmanager
 def submitted(
-    engine: Engine,
+    request: web.Request,
     work: Sequence[Work],
     n: int,
     response_id: str,
     endpoint: str,
-    metrics: Metrics,
     start_s: float,
 ) -> Iterator[list[Answer]]:
-    """Submit all generations; end every one of them when the request is over, however it ends."""
+    """Submit all generations; end every one of them when the request is over, however it ends.
+
+    Meanwhile they can be found by the answer's id, and by the client's own.
+    """
+    engine, metrics = request.app[ENGINE], request.app[METRICS]
+    running = request.app[STATE].running
+    names = {response_id, request.headers.get("X-Request-Id") or response_id}
     answers: list[Answer] = []
+    for name in names:
+        running.setdefault(name, [])
     try:
         for one in work:
             for choice in range(n):
                 name = f"{response_id}-{len(answers)}"
                 generation = engine.submit(one.prompt_ids, one.params.for_choice(choice), name)
-                answers.append(
-                    Answer(
-                        generation,
-                        endpoint,
-                        metrics,
-                        one.make_parser(),
-                        one_call=one.one_call,
-                        start_s=start_s,
-                    )
-                )
+                parser = one.make_parser()
+                answer = Answer(generation, endpoint, metrics, parser, one.one_call, start_s)
+                answers.append(answer)
+                for name in names:
+                    running[name].append(answer)
         yield answers
     finally:
         for answer in answers:
             answer.close()
-
-
-def _check_end(reason: FinishReason) -> None:
-    """Raise for an answer that the server broke off."""
-    if reason is FinishReason.ABORT:
-        raise QueueFullError(
-            "The server stopped before the answer was complete.",
-            remedy="Send the request again.",
-            retry_after_s=5,
-            code="draining",
-        )
-    if reason is FinishReason.ERROR:
-        raise TreadleError("The engine failed at this request.", remedy="Its log says why.")
+            for name in names:
+                running[name].remove(answer)
+        for name in names:
+            if not running[name]:
+                del running[name]
 
 
 async def merge(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Step], None]:

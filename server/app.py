@@ -12,6 +12,7 @@ import hmac
 import logging
 import os
 import signal
+import ssl
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -28,13 +29,17 @@ from treadle.server import (
     health,
     messages,
     models,
+    native,
+    openapi,
     responses,
     tokens,
+    webpages,
 )
 from treadle.server.errors import Handler, error_middleware
 from treadle.server.state import (
     ENGINE,
     METRICS,
+    OPEN_ROUTES,
     OPTIONS,
     STATE,
     Metrics,
@@ -49,8 +54,6 @@ with suppress(ImportError):
 
     new_event_loop = uvloop.new_event_loop
 
-# These say nothing about requests, and what calls them often can't hold a key.
-OPEN_ROUTES = frozenset({"/health", "/ready"})
 MAX_REQUEST_ID_CHARS = 200
 WATCH_INTERVAL_S = 0.25
 # How long the last bytes of a finished answer may take to reach its client.
@@ -64,6 +67,8 @@ MAX_HEADER_BYTES = 32 * 2**10
 
 # How long the rest of a refused body is read, so that its client gets to see the answer.
 LINGER_S = 0.5
+
+ENDPOINTS = (chat, completions, responses, messages, models, tokens, native, health, webpages)
 
 logger = logging.getLogger("treadle.server")
 
@@ -86,8 +91,9 @@ def build_app(engine: Engine, options: ServerOptions | None = None) -> web.Appli
     app[OPTIONS] = options
     app[STATE] = ServerState()
     app[METRICS] = Metrics(engine)
-    for endpoints in (health, models, chat, completions, responses, messages, tokens):
+    for endpoints in ENDPOINTS:
         endpoints.add_routes(app)
+    openapi.add_routes(app)
     app.on_response_prepare.append(_echo_request_id)
     app.on_response_prepare.append(cors.allow_origin)
     app.cleanup_ctx.append(_engine_lifetime)
@@ -102,6 +108,7 @@ async def serve(
     port: int = 8000,
     drain_s: float = 30.0,
     options: ServerOptions | None = None,
+    ssl_context: ssl.SSLContext | None = None,
     on_listening: Callable[[str], None] | None = None,
 ) -> bool:
     """Listen, start the engine, serve until `stop` is set, drain, and close everything.
@@ -126,7 +133,7 @@ async def serve(
     state = app[STATE]
     await runner.setup()
     try:
-        url = await _listen(runner, host, port)
+        url = await _listen(runner, host, port, ssl_context)
         logger.info("listening at %s", url)
         state.listening.set()
         if on_listening is not None:
@@ -146,6 +153,7 @@ def run_server(
     drain_s: float = 30.0,
     *,
     options: ServerOptions | None = None,
+    ssl_context: ssl.SSLContext | None = None,
     on_listening: Callable[[str], None] | None = None,
     exit_now: Callable[[int], object] = os._exit,
 ) -> None:
@@ -174,6 +182,7 @@ def run_server(
             port=port,
             drain_s=drain_s,
             options=options,
+            ssl_context=ssl_context,
             on_listening=on_listening,
         )
         if not is_closed:
@@ -193,9 +202,11 @@ def _leave(exit_now: Callable[[int], object], status: int) -> None:
     exit_now(status)
 
 
-async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
+async def _listen(
+    runner: web.AppRunner, host: str, port: int, ssl_context: ssl.SSLContext | None
+) -> str:
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, ssl_context=ssl_context).start()
     except (OSError, OverflowError) as error:
         raise MachineError(
             f"Can't listen at {host}:{port}: {getattr(error, 'strerror', None) or error}.",
@@ -203,7 +214,7 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
         ) from error
     bound_host, bound_port = runner.addresses[0][:2]
     shown = f"[{bound_host}]" if ":" in bound_host else bound_host
-    return f"http://{shown}:{bound_port}"
+    return f"{'https' if ssl_context else 'http'}://{shown}:{bound_port}"
 
 
 async def _wait_for_end(app: web.Application, stop: asyncio.Event) -> None:
@@ -308,7 +319,9 @@ async def _key_middleware(request: web.Request, handler: Handler) -> web.StreamR
     """Refuse requests without one of the keys; every route needs one unless listed as open."""
     options = request.app[OPTIONS]
     keys = options.api_keys
-    is_open = request.path in OPEN_ROUTES or (options.open_metrics and request.path == "/metrics")
+    resource = request.match_info.route.resource
+    route = "" if resource is None else resource.canonical
+    is_open = route in OPEN_ROUTES or (options.open_metrics and route == "/metrics")
     if keys and not is_open:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         # Anthropic's clients send the key in a header of its own.

@@ -6,14 +6,18 @@ Called by the command line only; the parameters are the options' names.
 from __future__ import annotations
 
 import logging
+import ssl
 import sys
+from pathlib import Path
 
 from treadle.ir import knobs
 from treadle.ir.errors import ConfigError
+from treadle.runtime import report_html
 from treadle.runtime.commands import artifact_of, make_engine
 from treadle.runtime.console import print_table
 from treadle.runtime.engine import LoadedModel
 from treadle.runtime.loading import ServeOptions
+from treadle.runtime.report_command import load as load_report
 from treadle.server.app import run_server
 from treadle.server.state import ServerOptions
 
@@ -23,6 +27,10 @@ def run_serve(
     host: str,
     port: int,
     api_key: tuple[str, ...],
+    api_key_file: Path | None,
+    ssl_certfile: Path | None,
+    ssl_keyfile: Path | None,
+    read_timeout_s: float,
     drain_s: float,
     max_body: int,
     open_metrics: bool,
@@ -46,6 +54,9 @@ def run_serve(
             "--kv-memory and --num-pages both say how large the KV cache is.",
             remedy="Leave one of them out.",
         )
+    # Before anything takes long: a wrong file is known at once.
+    ssl_context = make_ssl_context(ssl_certfile, ssl_keyfile)
+    keys_of_file = read_keys(api_key_file)
     path = artifact_of(source, target, progress)
     serve_options = ServeOptions(
         kv_bytes=kv_memory,
@@ -55,12 +66,14 @@ def run_serve(
         model_path=model_path,
     )
     server_options = ServerOptions(
-        api_keys=api_key or knobs.api_keys(),
+        api_keys=(*api_key, *keys_of_file) or knobs.api_keys(),
         client_max_size_bytes=max_body,
         open_metrics=open_metrics,
         cors_origins=cors_origin,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        read_timeout_s=read_timeout_s,
+        make_report=lambda: report_html.render(load_report(str(path))),
     )
     addresses: list[str] = []
 
@@ -75,4 +88,46 @@ def run_serve(
         sys.stdout.flush()
 
     engine = make_engine(path, serve_options, progress, on_ready)
-    run_server(engine, host, port, drain_s, options=server_options, on_listening=on_listening)
+    run_server(
+        engine,
+        host,
+        port,
+        drain_s,
+        options=server_options,
+        ssl_context=ssl_context,
+        on_listening=on_listening,
+    )
+
+
+def read_keys(path: Path | None) -> tuple[str, ...]:
+    """Read API keys, one a line. Raises: ConfigError: there is no such file, or none in it."""
+    if path is None:
+        return ()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Expected API keys in {path}: {error}.") from error
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(
+            f"Expected API keys in {path}, found none.",
+            remedy="Write one a line, or leave --api-key-file out.",
+        )
+    return keys
+
+
+def make_ssl_context(certfile: Path | None, keyfile: Path | None) -> ssl.SSLContext | None:
+    """Load a certificate. Raises: ConfigError: it can't be used."""
+    if certfile is None:
+        if keyfile is not None:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile beside it.")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certfile, keyfile)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"The certificate {certfile} can't be used: {error}.",
+            remedy="Expected PEM files of a certificate and its private key.",
+        ) from error
+    return context

@@ -87,8 +87,18 @@ def _read_token_ids(value: list[Any], path: str) -> tuple[int, ...]:
     return tuple(value)
 
 
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
 PROMPT = Check(
-    "a string, a list of strings, a list of token ids, or a list of such lists", _read_prompt
+    "a string, a list of strings, a list of token ids, or a list of such lists",
+    _read_prompt,
+    {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
+            _IDS_SCHEMA,
+            {"type": "array", "items": _IDS_SCHEMA, "minItems": 1, "maxItems": MAX_PROMPTS},
+        ]
+    },
 )
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -216,7 +226,56 @@ def _read_message(value: object, path: str) -> dict[str, Any]:
     return message
 
 
-MESSAGES = list_of(Check("a message with role and content", _read_message), MAX_MESSAGES, 1)
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "additionalProperties": False,
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_CALL_SCHEMA = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "id": {"type": ["string", "null"]},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "additionalProperties": False,
+            "properties": {
+                "name": {"type": "string", "minLength": 1, "maxLength": 256},
+                "arguments": {"type": ["string", "object"]},
+            },
+        },
+    },
+}
+_MESSAGE_SCHEMA = {
+    "type": "object",
+    "required": ["role"],
+    "additionalProperties": False,
+    "properties": {
+        "role": {"enum": list(ROLES)},
+        "content": {
+            "anyOf": [
+                {"type": ["string", "null"]},
+                {"type": "array", "items": _TEXT_PART, "minItems": 1, "maxItems": MAX_PARTS},
+            ]
+        },
+        "tool_calls": {
+            "type": ["array", "null"],
+            "items": _CALL_SCHEMA,
+            "maxItems": MAX_TOOL_CALLS,
+        },
+        **{
+            name: {"anyOf": [check.schema, {"type": "null"}]}
+            for name, check in _MESSAGE_FIELDS.items()
+            if name != "tool_calls"
+        },
+    },
+}
+MESSAGES = list_of(
+    Check("a message with role and content", _read_message, _MESSAGE_SCHEMA), MAX_MESSAGES, 1
+)
 
 
 # --- tools ----------------------------------------------------------------------------------------

@@ -33,9 +33,11 @@ STATUS_OF_CODE = {
     "not_found": 404,
     "response_not_found": 404,
     "method_not_allowed": 405,
+    "read_timeout": 408,
     "duplicate_request_id": 409,
     "body_too_large": 413,
     "unsupported_media_type": 415,
+    "aborted": 499,
     # `QueueFullError`:
     "overloaded": 429,
     "loading": 503,
@@ -55,6 +57,8 @@ ANTHROPIC_TYPE_OF_STATUS = {
     500: "api_error",
     503: "overloaded_error",
 }
+# The routes whose clients read another form than OpenAI's.
+ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 CODE_OF_HTTP_STATUS = {
     404: "not_found",
     405: "method_not_allowed",
@@ -104,13 +108,6 @@ def anthropic_error_body(error: Exception) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": told["message"]}}
 
 
-# The protocols whose clients read another form than OpenAI's.
-_BODY_OF_PATH = {
-    "/v1/messages": anthropic_error_body,
-    "/v1/messages/count_tokens": anthropic_error_body,
-}
-
-
 def error_response(error: Exception, path: str = "") -> web.Response:
     """Give the JSON answer to a failed request, in the form of the route's protocol."""
     headers = {}
@@ -123,7 +120,7 @@ def error_response(error: Exception, path: str = "") -> web.Response:
     status = status_of(error)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    body = _BODY_OF_PATH.get(path, error_body)(error)
+    body = anthropic_error_body(error) if path in ANTHROPIC_PATHS else error_body(error)
     response = web.json_response(body, status=status, headers=headers)
     if status == 413:
         # What is left of the body is not worth reading.

@@ -29,7 +29,7 @@ from treadle.server.errors import anthropic_error_body, log_fault
 from treadle.server.messages_request import CountTokensRequest, MessagesRequest
 from treadle.server.reading import check_model, read_request
 from treadle.server.sse import encode_json, open_stream
-from treadle.server.state import ENGINE, METRICS, require_ready
+from treadle.server.state import ENGINE, require_ready
 from treadle.server.turns import prepare, render
 
 # Thinking is not signed here; clients send the signature back with the block.
@@ -60,8 +60,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     check_model(engine, body.model)
     work = await prepare(request.app, body.turn(body.sampling()))
     message_id = f"msg_{uuid.uuid4().hex}"
-    metrics = request.app[METRICS]
-    with submitted(engine, [work], 1, message_id, "messages", metrics, start_s) as (answer,):
+    with submitted(request, [work], 1, message_id, "messages", start_s) as (answer,):
         if body.stream:
             return await _stream(request, answer, message_id)
         whole = await collect_answer(answer)

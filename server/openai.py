@@ -20,7 +20,6 @@ from treadle.server.answers import Answer, Step, Usages, Work, collect_answer, m
 from treadle.server.errors import error_event, log_fault
 from treadle.server.schema import GenerateRequest
 from treadle.server.sse import encode_json, open_stream
-from treadle.server.state import ENGINE, METRICS
 
 
 class Writer(Protocol):
@@ -51,8 +50,7 @@ async def answer(
     start_s: float,
 ) -> web.StreamResponse:
     """Submit every prompt `n` times and send what comes back, whole or as a stream."""
-    engine, metrics = request.app[ENGINE], request.app[METRICS]
-    with submitted(engine, work, body.n, writer.id, writer.endpoint, metrics, start_s) as answers:
+    with submitted(request, work, body.n, writer.id, writer.endpoint, start_s) as answers:
         if body.stream:
             return await _stream(request, body, answers, writer)
         wholes = await asyncio.gather(*(collect_answer(one) for one in answers))

@@ -72,7 +72,7 @@ def _check_length(engine: Engine, text: str, param: str) -> None:
 
 
 async def encode_prompt(
-    engine: Engine, prompt: str | tuple[int, ...], add_special_tokens: bool
+    engine: Engine, prompt: str | tuple[int, ...], add_special_tokens: bool, param: str = "prompt"
 ) -> Sequence[int]:
     """Give a prompt's token ids. Ids from the client are checked and never changed.
 
@@ -86,12 +86,12 @@ async def encode_prompt(
                     raise RequestError(
                         f"Expected token ids from 0 to {engine.vocab_size - 1}, the model's "
                         f"vocabulary; found {show_value(token_id)}.",
-                        param="prompt",
+                        param=param,
                         code="invalid_token_id",
                     )
         return prompt
     tokenizer = engine.tokenizer
-    prompt_ids = await asyncio.to_thread(_encode_text, engine, prompt, add_special_tokens)
+    prompt_ids = await asyncio.to_thread(_encode_text, engine, prompt, add_special_tokens, param)
     bos = tokenizer.bos_token_id
     if bos is not None and add_special_tokens and prompt_ids[:2] == [bos, bos]:
         logger.warning(
@@ -101,16 +101,16 @@ async def encode_prompt(
     return prompt_ids
 
 
-def _encode_text(engine: Engine, text: str, add_special_tokens: bool) -> list[int]:
+def _encode_text(engine: Engine, text: str, add_special_tokens: bool, param: str) -> list[int]:
     tokenizer = engine.tokenizer
-    _check_length(engine, text, "prompt")
+    _check_length(engine, text, param)
     prompt_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     if not prompt_ids and add_special_tokens and tokenizer.bos_token_id is not None:
         return [tokenizer.bos_token_id]
     if not prompt_ids:
         raise RequestError(
             "Expected a prompt, found an empty text, and no BOS token to begin with.",
-            param="prompt",
+            param=param,
             code="empty",
         )
     return prompt_ids

@@ -41,7 +41,13 @@ async def read_request(request: web.Request, kind: type[Q]) -> Q:
     if size is not None and size > most:
         raise _too_large(f"{size}", most)
     try:
-        body = await request.read()
+        body = await asyncio.wait_for(request.read(), request.app[OPTIONS].read_timeout_s)
+    except TimeoutError:
+        raise RequestError(
+            f"Expected the whole body within {request.app[OPTIONS].read_timeout_s:g} s.",
+            remedy="Send it again, faster.",
+            code="read_timeout",
+        ) from None
     except HTTPRequestEntityTooLarge:
         raise _too_large("more", most) from None
     except (web.RequestPayloadError, ValueError) as error:

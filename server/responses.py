@@ -23,7 +23,7 @@ from treadle.server.reading import check_model, read_request
 from treadle.server.response_store import ResponseStore
 from treadle.server.responses_request import ResponsesRequest
 from treadle.server.sse import encode_json, open_stream
-from treadle.server.state import METRICS, require_ready
+from treadle.server.state import require_ready
 from treadle.server.turns import prepare
 
 STORE: web.AppKey[ResponseStore] = web.AppKey("responses", ResponseStore)
@@ -68,8 +68,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         before = stored.messages
     work = await prepare(request.app, body.turn(before))
     writer = _ResponseWriter(body, engine.model_name)
-    metrics = request.app[METRICS]
-    with submitted(engine, [work], 1, writer.id, "responses", metrics, start_s) as (answer,):
+    with submitted(request, [work], 1, writer.id, "responses", start_s) as (answer,):
         if body.stream:
             streamed = await _stream(request, answer, writer)
             if writer.is_over:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -22,6 +23,9 @@ from treadle.runtime.request import Engine
 
 # Up to half an hour: a long answer on a small machine takes that long.
 _BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)
+
+# These say nothing about requests, and what asks for them often can't hold a key.
+OPEN_ROUTES = frozenset({"/health", "/ready", "/", "/docs", "/openapi.json", "/pages/{name}"})
 
 # What a browser sends as `Origin`.
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#]+")
@@ -36,6 +40,8 @@ class ServerOptions:
     fail. `api_keys`: one of them is needed for every route but /health and /ready, and /metrics
     with `open_metrics`; none: open. `cors_origins`: web pages of these origins may call, `*`: all.
     `tool_parser`, `reasoning_parser`: how the model writes them; `auto`: as its template shows.
+    `read_timeout_s`: a request's body must have come by then. `make_report`: gives the page of the
+    kernels' tuning; takes time.
     Raises: ConfigError: a value out of range.
     """
 
@@ -47,6 +53,8 @@ class ServerOptions:
     cors_origins: tuple[str, ...] = ()
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    read_timeout_s: float = 60.0
+    make_report: Callable[[], str] | None = None
 
     def __post_init__(self) -> None:
         if self.client_max_size_bytes < 1024:
@@ -54,8 +62,8 @@ class ServerOptions:
                 "Expected a limit of at least 1024 bytes for request bodies, found "
                 f"{self.client_max_size_bytes}."
             )
-        if self.heartbeat_s <= 0 or self.stuck_after_s <= 0:
-            raise ConfigError("Expected times above 0 s for heartbeats and for a stuck engine.")
+        if min(self.heartbeat_s, self.stuck_after_s, self.read_timeout_s) <= 0:
+            raise ConfigError("Expected times above 0 s: heartbeats, stuck engine, reading.")
         find_format("", self.tool_parser, self.reasoning_parser)
         for origin in self.cors_origins:
             if origin != "*" and not ORIGIN.fullmatch(origin):
@@ -67,6 +75,14 @@ class ServerOptions:
             raise ConfigError("Expected API keys of ASCII characters, found an empty or other one.")
 
 
+class Cancellable(Protocol):
+    """Stand for a running answer that can be ended from outside."""
+
+    def cancel(self) -> bool:
+        """End it; say whether it still ran."""
+        ...
+
+
 @dataclass
 class ServerState:
     """Follow what a server is doing. Belongs to the event loop."""
@@ -75,6 +91,8 @@ class ServerState:
     draining: bool = False
     num_active: int = 0
     listening: asyncio.Event = field(default_factory=asyncio.Event)
+    # Running answers by their id and by the client's; several may share the latter.
+    running: dict[str, list[Cancellable]] = field(default_factory=dict)
     engine_start: asyncio.Task[None] | None = None
     engine_closed: bool = True
 

@@ -29,7 +29,7 @@ def locked(start_fake: Any) -> LiveServer:
     return start_fake(server={"api_keys": ("first", "second")})
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/v1/chat", "/healthy", "/%00"])
+@pytest.mark.parametrize("path", ["/none", "/v1", "/v1/nothing", "/v1/chat", "/healthy", "/%00"])
 def test_an_unknown_route_is_404_in_json(server: LiveServer, path: str) -> None:
     reply = server.get(path)
     assert (reply.status, reply.error["code"]) == (404, "not_found")

@@ -1,0 +1,208 @@
+"""Endpoints that are no other vendor's: /generate, /get_ppl, /v1/encode, /abort_request.
+
+And those that clients ask for and the engine can't do, which are refused with the reason. Must not
+know how tokens are made. `server/app.py` adds the routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from aiohttp import web
+
+from treadle.ir.errors import RequestError
+from treadle.runtime.request import Engine, SamplingParams, fit_to_window
+from treadle.server.answers import Answer, Step, Work, collect_answer, submitted
+from treadle.server.errors import error_event, log_fault
+from treadle.server.native_request import (
+    DEFAULT_GENERATE_TOKENS,
+    AbortRequest,
+    EncodeRequest,
+    GenerateTextRequest,
+    PerplexityRequest,
+)
+from treadle.server.prompts import check_stop_ids, encode_prompt
+from treadle.server.reading import check_model, read_request
+from treadle.server.sse import encode_json, open_stream
+from treadle.server.state import STATE, require_ready
+
+
+def add_routes(app: web.Application) -> None:
+    """Add the native routes."""
+    app.router.add_post("/generate", generate)
+    app.router.add_post("/get_ppl", get_perplexity)
+    app.router.add_post("/v1/encode", encode)
+    app.router.add_post("/abort_request", abort_request)
+    app.router.add_post("/sleep", sleep)
+    app.router.add_post("/wakeup", wake_up)
+    app.router.add_post("/v1/embeddings", create_embeddings)
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    """Go on from a text or token ids; the answer has text, token ids and what is known of them."""
+    start_s = time.monotonic()
+    engine = require_ready(request.app)
+    body = await read_request(request, GenerateTextRequest)
+    check_model(engine, body.model)
+    prompt = body.input_ids if body.prompt is None else body.prompt
+    assert prompt is not None, "the request's check wants one of them"
+    prompt_ids = await encode_prompt(engine, prompt, body.add_special_tokens)
+    params = check_stop_ids(engine, body.sampling())
+    fitted = fit_to_window(
+        params,
+        len(prompt_ids),
+        engine.max_model_len,
+        default_max_tokens=max(DEFAULT_GENERATE_TOKENS, params.min_tokens),
+        max_tokens_param=body.max_tokens_param,
+    )
+    work = Work(prompt_ids, _continue_text(engine, prompt_ids, fitted))
+    name = f"gen-{uuid.uuid4().hex}"
+    with submitted(request, [work], 1, name, "generate", start_s) as (answer,):
+        if body.stream:
+            return await _stream(request, answer, name)
+        return web.json_response(_describe(name, await collect_answer(answer)))
+
+
+async def _stream(request: web.Request, answer: Answer, name: str) -> web.StreamResponse:
+    """Send what each step adds, as an object of the same form, and [DONE]."""
+    async with open_stream(request) as response:
+        try:
+            async for step in answer.steps():
+                await response.write(f"data: {encode_json(_describe(name, step))}\n\n".encode())
+            await response.write(b"data: [DONE]\n\n")
+        except ConnectionError:
+            raise  # the client has gone; the answer is given up on the way out
+        except Exception as error:
+            log_fault(error, f"a stream of {request.path}")
+            await response.write(error_event(error))
+    return response
+
+
+def _describe(name: str, step: Step) -> dict[str, Any]:
+    delta, usage = step.delta, step.usage
+    reason = None
+    if step.finish_reason is not None:
+        reason = {"type": step.finish_reason, "matched": delta.stop_reason}
+    told: dict[str, Any] = {
+        "id": name,
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "finish_reason": reason,
+    }
+    if delta.logprobs:
+        told["output_token_logprobs"] = [[one.logprob, one.token_id] for one in delta.logprobs]
+        told["output_top_logprobs"] = [
+            [[logprob, token_id] for token_id, logprob in one.top] for one in delta.logprobs
+        ]
+    return {"text": delta.text, "output_ids": list(delta.token_ids), "meta_info": told}
+
+
+async def get_perplexity(request: web.Request) -> web.Response:
+    """Give the mean cross-entropy of a text's tokens, as `ppl`, and its exponential."""
+    start_s = time.monotonic()
+    engine = require_ready(request.app)
+    body = await read_request(request, PerplexityRequest)
+    check_model(engine, body.model)
+    prompt = body.input_ids if body.input is None else body.input
+    assert prompt is not None, "the request's check wants one of them"
+    param = "input_ids" if body.input is None else "input"
+    prompt_ids = await encode_prompt(engine, prompt, body.add_special_tokens, param=param)
+    if len(prompt_ids) < 2:
+        raise RequestError(
+            "Expected at least 2 tokens, because the first has nothing before it; found 1.",
+            param=param,
+            code="invalid_value",
+        )
+    params = fit_to_window(
+        SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0),
+        len(prompt_ids),
+        engine.max_model_len,
+        prompt_param=param,
+    )
+    name = f"ppl-{uuid.uuid4().hex}"
+    with submitted(request, [Work(prompt_ids, params)], 1, name, "get_ppl", start_s) as (answer,):
+        whole = await collect_answer(answer)
+    told = [-one.logprob for one in whole.delta.prompt_logprobs]
+    mean = sum(told) / len(told)
+    perplexity = math.exp(mean) if mean < 700 else None
+    return web.json_response({"ppl": mean, "exp": perplexity, "num_tokens": len(told)})
+
+
+async def encode(request: web.Request) -> web.Response:
+    """Give the token ids of one or several texts."""
+    engine = require_ready(request.app)
+    body = await read_request(request, EncodeRequest)
+    check_model(engine, body.model)
+    encoded = await asyncio.to_thread(_encode_all, engine, body)
+    is_single = len(encoded) == 1
+    return web.json_response(
+        {
+            "input_ids": encoded[0] if is_single else encoded,
+            "length": len(encoded[0]) if is_single else [len(ids) for ids in encoded],
+        }
+    )
+
+
+def _encode_all(engine: Engine, body: EncodeRequest) -> list[list[int]]:
+    tokenizer = engine.tokenizer
+    if body.do_preprocess:
+        turns = ([{"role": "user", "content": text}] for text in body.input)
+        return [tokenizer.encode_chat(turn) for turn in turns]
+    return [tokenizer.encode(text, add_special_tokens=body.add_bos) for text in body.input]
+
+
+def _continue_text(
+    engine: Engine, prompt_ids: Sequence[int], params: SamplingParams
+) -> SamplingParams:
+    """With nothing but special tokens before it, an answer is the beginning of a text."""
+    special = engine.tokenizer.special_token_ids
+    return replace(params, continues_text=any(i not in special for i in prompt_ids))
+
+
+async def abort_request(request: web.Request) -> web.Response:
+    """End running answers: one request's, by its id or its X-Request-Id, or all."""
+    body = await read_request(request, AbortRequest)
+    running = request.app[STATE].running
+    found = {
+        id(answer): answer
+        for name, answers in running.items()
+        if body.abort_all or name == body.request_id
+        for answer in answers
+    }
+    num_aborted = sum(answer.cancel() for answer in found.values())
+    return web.json_response({"aborted": num_aborted})
+
+
+# --- what can't be done ---------------------------------------------------------------------------
+
+
+async def sleep(request: web.Request) -> web.Response:
+    """Refused: the engine can't give its memory back while it runs."""
+    raise _not_offered("/sleep", "the engine can't give its memory back while it runs.", "Stop it.")
+
+
+async def wake_up(request: web.Request) -> web.Response:
+    """Refused: the engine never sleeps."""
+    raise _not_offered("/wakeup", "the engine never sleeps.", "Leave it out.")
+
+
+async def create_embeddings(request: web.Request) -> web.Response:
+    """Refused: no model declares embeddings."""
+    raise _not_offered(
+        "/v1/embeddings",
+        "the model that is served was made to write text and declares no embeddings.",
+        "Serve an embedding model elsewhere.",
+    )
+
+
+def _not_offered(route: str, reason: str, remedy: str) -> RequestError:
+    return RequestError(
+        f"{route} is not offered here: {reason}", remedy=remedy, code="unsupported_endpoint"
+    )

@@ -1,0 +1,112 @@
+"""The requests of the endpoints that are no other vendor's: text or token ids in, and figures out.
+
+Must not know engines or HTTP; `server/native.py` answers them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from treadle.ir.errors import RequestError
+from treadle.runtime.request import INT32_MAX, MAX_LOGPROBS, SamplingParams
+from treadle.server.conversation import MAX_PROMPTS
+from treadle.server.fields import boolean, declare, list_of, one_or_many, string, whole
+from treadle.server.schema import MAX_TOKEN_IDS, GenerateRequest, Request
+
+_IDS = list_of(whole(0, INT32_MAX), MAX_TOKEN_IDS, 1)
+DEFAULT_GENERATE_TOKENS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateTextRequest(GenerateRequest):
+    """Hold the body of /generate."""
+
+    prompt: str | None = declare(string(), None, doc="A text; either this or `input_ids`.")
+    input_ids: tuple[int, ...] | None = declare(_IDS, None, doc="Token ids, used as they are.")
+    add_special_tokens: bool = declare(
+        boolean(), True, doc="With `prompt`: add what the tokenizer puts around a raw text."
+    )
+    return_logprob: bool = declare(
+        boolean(), False, doc="Tell the log probability of each token of the answer."
+    )
+    top_logprobs_num: int = declare(
+        whole(0, MAX_LOGPROBS), 0, doc="With `return_logprob`: of this many likeliest tokens too."
+    )
+
+    def check(self) -> None:
+        """Compare the fields with each other. Raises: RequestError."""
+        if (self.prompt is None) == (self.input_ids is None):
+            found = "neither" if self.prompt is None else "both"
+            raise RequestError(
+                f"Expected either `prompt` or `input_ids`, found {found}.",
+                param="prompt",
+                code="invalid_value",
+            )
+        if self.n != 1:
+            raise RequestError(
+                f"Expected `n` to be 1 here, found {self.n}.",
+                remedy="Send several requests, or use /v1/completions.",
+                param="n",
+                code="invalid_value",
+            )
+        super().check()
+
+    def sampling(self) -> SamplingParams:
+        """Give the engine's parameters."""
+        params = super().sampling()
+        return replace(params, logprobs=self.top_logprobs_num) if self.return_logprob else params
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityRequest(Request):
+    """Hold the body of /get_ppl."""
+
+    input: str | None = declare(string(), None, doc="A text; either this or `input_ids`.")
+    input_ids: tuple[int, ...] | None = declare(_IDS, None, doc="Token ids, used as they are.")
+    add_special_tokens: bool = declare(
+        boolean(), True, doc="With `input`: add what the tokenizer puts around a raw text."
+    )
+
+    def check(self) -> None:
+        """Compare the fields with each other. Raises: RequestError."""
+        if (self.input is None) == (self.input_ids is None):
+            found = "neither" if self.input is None else "both"
+            raise RequestError(
+                f"Expected either `input` or `input_ids`, found {found}.",
+                param="input",
+                code="invalid_value",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeRequest(Request):
+    """Hold the body of /v1/encode."""
+
+    input: tuple[str, ...] = declare(
+        one_or_many(string(), MAX_PROMPTS), doc="A text, or a list of texts."
+    )
+    do_preprocess: bool = declare(
+        boolean(), False, doc="Write each text as a user's message by the chat template first."
+    )
+    add_bos: bool = declare(
+        boolean(), True, doc="Add what the tokenizer puts around a raw text, such as BOS."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbortRequest(Request):
+    """Hold the body of /abort_request."""
+
+    request_id: str | None = declare(
+        string(256, 1), None, doc="An answer's `id`, or the `X-Request-Id` it was asked for with."
+    )
+    abort_all: bool = declare(boolean(), False, doc="End all answers.")
+
+    def check(self) -> None:
+        """Compare the fields with each other. Raises: RequestError."""
+        if (self.request_id is None) != self.abort_all:
+            raise RequestError(
+                "Expected either `request_id` or `abort_all` true.",
+                param="request_id",
+                code="invalid_value",
+            )

@@ -1,0 +1,162 @@
+"""The endpoints that are no other vendor's, and those that are refused with the reason."""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.checkpoints import make_dice
+
+from .fake_engine import FakeEngine, say
+from .live import LiveServer
+
+
+@pytest.fixture(scope="module")
+def dice(start_model: Any, tmp_path_factory: pytest.TempPathFactory) -> LiveServer:
+    """Serve fixture D: after the cue A comes with .4, B with .3, C with .2, D with .1."""
+    return start_model(make_dice(tmp_path_factory.mktemp("dice")).path)
+
+
+@pytest.fixture(scope="module")
+def slow(start_fake: Any) -> LiveServer:
+    return start_fake(step_s=0.02, max_running=4)
+
+
+def test_generate_gives_text_ids_and_figures(dice: LiveServer) -> None:
+    fields = {"prompt": "[[S1]]", "max_tokens": 2, "temperature": 0, "return_logprob": True}
+    reply = dice.post("/generate", fields | {"top_logprobs_num": 2}).json
+    assert reply["text"].startswith("A")
+    told = reply["meta_info"]
+    assert (told["completion_tokens"], told["finish_reason"]["type"]) == (2, "length")
+    logprob, token_id = told["output_token_logprobs"][0]
+    assert token_id == reply["output_ids"][0] and math.exp(logprob) == pytest.approx(0.4, abs=2e-4)
+    assert told["output_top_logprobs"][0][1][0] == pytest.approx(math.log(0.3), abs=2e-3)
+
+
+def test_generate_streams_what_each_step_adds(dice: LiveServer) -> None:
+    fields = {"input_ids": [65, 66], "max_tokens": 4, "seed": 1}
+    whole = dice.post("/generate", fields).json
+    *chunks, done = dice.post("/generate", fields | {"stream": True}).events()
+    assert done == "[DONE]"
+    assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
+    assert [i for chunk in chunks for i in chunk["output_ids"]] == whole["output_ids"]
+    assert chunks[-1]["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "input_ids": [1]}, "prompt"),
+        ({"prompt": "a", "n": 2}, "n"),
+        ({"input_ids": [10**6]}, "prompt"),
+        ({"prompt": "a", "sampling_params": {}}, "sampling_params"),
+    ],
+)
+def test_generate_names_mistakes(dice: LiveServer, fields: dict[str, Any], param: str) -> None:
+    reply = dice.post("/generate", fields)
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+def test_perplexity_is_the_mean_cross_entropy(dice: LiveServer) -> None:
+    ids = dice.post("/tokenize", {"prompt": "[[S1]]A[[S1]]D", "add_special_tokens": False}).json
+    reply = dice.post("/get_ppl", {"input_ids": ids["tokens"]}).json
+    expected = -(math.log(0.4) + math.log(1.0) + math.log(0.1)) / 3
+    assert reply["num_tokens"] == 3
+    assert reply["ppl"] == pytest.approx(expected, abs=2e-3)
+    assert reply["exp"] == pytest.approx(math.exp(reply["ppl"]))
+    assert dice.post("/get_ppl", {"input_ids": [5]}).error["param"] == "input_ids"
+    assert dice.post("/get_ppl", {"input": "a", "input_ids": [5]}).error["param"] == "input"
+
+
+def test_encode_gives_ids_of_one_text_or_several(dice: LiveServer) -> None:
+    one = dice.post("/v1/encode", {"input": "hi", "add_bos": False}).json
+    assert one == {"input_ids": [104, 105], "length": 2}
+    both = dice.post("/v1/encode", {"input": ["hi", "h"], "add_bos": False}).json
+    assert both == {"input_ids": [[104, 105], [104]], "length": [2, 1]}
+    chat = dice.post("/v1/encode", {"input": "hi", "do_preprocess": True}).json
+    asked = [{"role": "user", "content": "hi"}]
+    assert chat["input_ids"] == dice.post("/tokenize", {"messages": asked}).json["tokens"]
+
+
+@pytest.mark.parametrize("route", ["/sleep", "/wakeup", "/v1/embeddings"])
+def test_what_the_engine_can_not_do_is_refused_by_name(dice: LiveServer, route: str) -> None:
+    reply = dice.post(route, {"input": "x"})
+    assert (reply.status, reply.error["code"]) == (400, "unsupported_endpoint")
+    assert route in reply.error["message"]
+
+
+# --- ending answers from outside ------------------------------------------------------------------
+
+
+def in_background(server: LiveServer, **fields: Any) -> tuple[threading.Thread, list[Any]]:
+    replies: list[Any] = []
+    headers = {"X-Request-Id": fields.pop("request_id", "")} if "request_id" in fields else {}
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 100} | fields
+    thread = threading.Thread(
+        target=lambda: replies.append(server.post("/v1/chat/completions", body, **headers))
+    )
+    thread.start()
+    server.wait_for(lambda: bool(server.engine.live))
+    return thread, replies
+
+
+def test_a_request_is_ended_by_the_clients_own_id(slow: LiveServer) -> None:
+    thread, replies = in_background(slow, request_id="mine")
+    assert slow.post("/abort_request", {"request_id": "other"}).json == {"aborted": 0}
+    assert slow.post("/abort_request", {"request_id": "mine"}).json == {"aborted": 1}
+    thread.join()
+    assert (replies[0].status, replies[0].error["code"]) == (499, "aborted")
+    slow.wait_for(slow.is_idle)
+    assert slow.post("/abort_request", {"request_id": "mine"}).json == {"aborted": 0}
+
+
+def test_all_requests_are_ended_streams_with_an_error(slow: LiveServer) -> None:
+    thread, replies = in_background(slow, stream=True, n=2)
+    assert slow.post("/abort_request", {"abort_all": True}).json == {"aborted": 2}
+    thread.join()
+    assert replies[0].events()[-1]["error"]["code"] == "aborted"
+    slow.wait_for(slow.is_idle)
+
+
+def test_abort_wants_to_know_which(slow: LiveServer) -> None:
+    for body in ({}, {"request_id": "a", "abort_all": True}):
+        assert slow.post("/abort_request", body).error["param"] == "request_id"
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+def test_a_body_that_does_not_come_is_given_up(start_fake: Any) -> None:
+    server = start_fake(server={"read_timeout_s": 0.3})
+    host, port = urlsplit(server.url).netloc.split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        began = time.monotonic()
+        answer = connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 408") and time.monotonic() - began < 5
+
+
+def test_the_status_page_tells_what_runs(start_fake: Any, eos: int) -> None:
+    server = start_fake(next_token=say("ok", then=eos))
+    server.complete("hi")
+    status = server.get("/status").json
+    assert (status["model"], status["phase"], status["ready"]) == ("tiny", "ready", True)
+    assert status["generation_tokens_total"] == 3 and status["has_report"] is False
+    assert server.get("/report").status == 404
+
+
+def test_a_report_is_shown_where_there_is_one(start_server: Any, tokenizer_folder: Any) -> None:
+    server = start_server(
+        lambda: FakeEngine(tokenizer_folder), make_report=lambda: "<p>kernels</p>"
+    )
+    reply = server.get("/report")
+    assert (reply.status, reply.body) == (200, b"<p>kernels</p>")
+    assert server.get("/status").json["has_report"] is True
