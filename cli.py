@@ -448,6 +448,11 @@ def report_command() -> None:
     help="Seconds in which a request's body must have come.",
     show_default=True,
 )
+@click.option(
+    "--vllm-metric-names",
+    is_flag=True,
+    help="Give what vLLM has too under its names as well, for dashboards made for it.",
+)
 @click.option("--open-metrics", is_flag=True, help="Give /metrics without a key too.")
 @click.option(
     "--cors-origin",

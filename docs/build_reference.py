@@ -36,9 +36,9 @@ from treadle.server import (  # noqa: E402
     app,
     errors,
     messages_request,
+    metrics,
     responses_request,
     schema,
-    state,
 )
 
 NOTICE = "<!-- Written by `make docs` from the code; changes here are lost. -->"
@@ -651,7 +651,7 @@ def endpoints_section() -> list[str]:
 
 def metrics_section() -> list[str]:
     """List the metrics."""
-    collected = state.Metrics(_NoEngine()).registry.collect()  # type: ignore[arg-type]
+    collected = metrics.Metrics(_NoEngine()).registry.collect()  # type: ignore[arg-type]
     rows = []
     for metric in collected:
         name = metric.name + ("_total" if metric.type == "counter" else "")

@@ -33,7 +33,8 @@ from treadle.runtime.request import (
     Usage,
     join_deltas,
 )
-from treadle.server.state import ENGINE, METRICS, STATE, Metrics
+from treadle.server.metrics import Metrics
+from treadle.server.state import ENGINE, METRICS, STATE
 
 logger = logging.getLogger("treadle.server")
 
@@ -77,7 +78,7 @@ class Step(NamedTuple):
 class Answer:
     """Follow one generation: what it says, when it began, and why it ended.
 
-    `start_s` is on the monotonic clock.
+    `start_s` and `first_token_s` are on the monotonic clock.
     """
 
     generation: Generation
@@ -86,6 +87,7 @@ class Answer:
     parser: AnswerParser | None = None
     one_call: bool = False
     start_s: float = 0.0
+    first_token_s: float = 0.0
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     has_calls: bool = False
@@ -100,7 +102,10 @@ class Answer:
         try:
             async for delta in self.generation:
                 if self.completion_tokens == 0 and delta.usage.completion_tokens:
-                    self.metrics.first_token_s.observe(time.monotonic() - self.start_s)
+                    self.first_token_s = time.monotonic()
+                    self.metrics.first_token_s.observe(self.first_token_s - self.start_s)
+                    self.metrics.cache_queries.inc(delta.usage.prompt_tokens)
+                    self.metrics.cache_hits.inc(delta.usage.cached_tokens)
                 self.completion_tokens = delta.usage.completion_tokens
                 step = self._tell_apart(delta)
                 reason = step.delta.finish_reason
@@ -174,8 +179,14 @@ class Answer:
             return
         self.finish_reason = reason
         self.metrics.answers.labels(self.endpoint, reason.value).inc()
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.metrics.answer_s.observe(time.monotonic() - self.start_s)
+        if reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return
+        now_s, metrics = time.monotonic(), self.metrics
+        metrics.answer_s.observe(now_s - self.start_s)
+        metrics.prompt_tokens.observe(self.generation.prompt_tokens)
+        metrics.answer_tokens.observe(self.completion_tokens)
+        if self.completion_tokens > 1:
+            metrics.token_s.observe((now_s - self.first_token_s) / (self.completion_tokens - 1))
 
 
 def join_parts(parts: Iterable[Part]) -> list[Part]:

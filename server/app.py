@@ -36,13 +36,13 @@ from treadle.server import (
     webpages,
 )
 from treadle.server.errors import Handler, error_middleware
+from treadle.server.metrics import Metrics
 from treadle.server.state import (
     ENGINE,
     METRICS,
     OPEN_ROUTES,
     OPTIONS,
     STATE,
-    Metrics,
     ServerOptions,
     ServerState,
 )
@@ -90,7 +90,7 @@ def build_app(engine: Engine, options: ServerOptions | None = None) -> web.Appli
     app[ENGINE] = engine
     app[OPTIONS] = options
     app[STATE] = ServerState()
-    app[METRICS] = Metrics(engine)
+    app[METRICS] = Metrics(engine, vllm_names=options.vllm_metric_names)
     for endpoints in ENDPOINTS:
         endpoints.add_routes(app)
     openapi.add_routes(app)

@@ -1,4 +1,4 @@
-"""What the handlers of one server share: its options, its moods, its metrics.
+"""What the handlers of one server share: its options and its moods.
 
 Must not know endpoints. Made by `server/app.py`; handlers find it under the keys below.
 """
@@ -8,21 +8,16 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from treadle.ir.errors import ConfigError, QueueFullError
 from treadle.runtime.answer_formats import find_format
 from treadle.runtime.request import Engine
-
-# Up to half an hour: a long answer on a small machine takes that long.
-_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)
+from treadle.server.metrics import Metrics
 
 # These say nothing about requests, and what asks for them often can't hold a key.
 OPEN_ROUTES = frozenset({"/health", "/ready", "/", "/docs", "/openapi.json", "/pages/{name}"})
@@ -41,7 +36,7 @@ class ServerOptions:
     with `open_metrics`; none: open. `cors_origins`: web pages of these origins may call, `*`: all.
     `tool_parser`, `reasoning_parser`: how the model writes them; `auto`: as its template shows.
     `read_timeout_s`: a request's body must have come by then. `make_report`: gives the page of the
-    kernels' tuning; takes time.
+    kernels' tuning; takes time. `vllm_metric_names`: give metrics under those names too.
     Raises: ConfigError: a value out of range.
     """
 
@@ -55,6 +50,7 @@ class ServerOptions:
     reasoning_parser: str = "auto"
     read_timeout_s: float = 60.0
     make_report: Callable[[], str] | None = None
+    vllm_metric_names: bool = False
 
     def __post_init__(self) -> None:
         if self.client_max_size_bytes < 1024:
@@ -95,74 +91,6 @@ class ServerState:
     running: dict[str, list[Cancellable]] = field(default_factory=dict)
     engine_start: asyncio.Task[None] | None = None
     engine_closed: bool = True
-
-
-class Metrics:
-    """Count what the server sees itself; the engine's own counters are read when scraped."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(engine))
-        self.http_responses = Counter(
-            "treadle_http_responses_total",
-            "Responses by route and status.",
-            ["route", "status"],
-            registry=self.registry,
-        )
-        self.answers = Counter(
-            "treadle_answers_total",
-            "Answers by endpoint and by why they ended (`abort`: the client went away).",
-            ["endpoint", "finish_reason"],
-            registry=self.registry,
-        )
-        self.first_token_s = Histogram(
-            "treadle_time_to_first_token_seconds",
-            "From the whole request to the first token of an answer.",
-            buckets=_BUCKETS_S,
-            registry=self.registry,
-        )
-        self.answer_s = Histogram(
-            "treadle_answer_seconds",
-            "From the whole request to the end of an answer.",
-            buckets=_BUCKETS_S,
-            registry=self.registry,
-        )
-
-
-class _EngineCollector(Collector):
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def collect(self) -> Iterator[Metric]:
-        """Read the engine's counters, so that there is one place where they are kept."""
-        stats = self._engine.stats()
-        pages_used = stats.pages_total - stats.pages_free
-        gauges = {
-            "ready": (float(self._engine.ready), "1 when the engine takes requests."),
-            "requests_running": (stats.running, "Requests that hold a row of the batch."),
-            "requests_waiting": (stats.waiting, "Requests that wait for a row."),
-            "kv_pages": (stats.pages_total, "Pages of the KV cache."),
-            "kv_pages_free": (stats.pages_free, "Pages that a new request can have."),
-            "kv_cache_usage_ratio": (
-                pages_used / max(stats.pages_total, 1),
-                "Share of the pages in use.",
-            ),
-            "last_step_age_seconds": (stats.last_step_age_s, "Time since a step was completed."),
-        }
-        counters = {
-            "steps": (stats.steps_total, "Steps of the engine."),
-            "prompt_tokens": (stats.prompt_tokens_total, "Prompt tokens processed."),
-            "generation_tokens": (stats.generation_tokens_total, "Tokens generated."),
-            "preemptions": (stats.preemptions_total, "Requests evicted for want of pages."),
-            "jit_compiles": (
-                stats.jit_compiles_total,
-                "Kernels compiled while serving; anything but 0 is a fault.",
-            ),
-        }
-        for name, (value, text) in gauges.items():
-            yield GaugeMetricFamily(f"treadle_{name}", text, value=value)
-        for name, (value, text) in counters.items():
-            yield CounterMetricFamily(f"treadle_{name}", text, value=value)
 
 
 ENGINE: web.AppKey[Engine] = web.AppKey("engine")

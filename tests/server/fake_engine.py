@@ -18,6 +18,7 @@ from treadle.runtime.request import (
     Delta,
     FinishReason,
     SamplingParams,
+    TokenLogprobs,
     Usage,
     fit_to_window,
 )
@@ -98,7 +99,11 @@ class FakeGeneration:
         stop_reason: str | int | None,
     ) -> None:
         usage = Usage(self.prompt_tokens, self.stream.completion_tokens, 0)
-        self.deltas.put_nowait(Delta(text, token_ids, reason, stop_reason, usage))
+        scored: tuple[TokenLogprobs, ...] = ()
+        if self.params.prompt_logprobs is not None and len(self.generated) == 1:
+            scored = (TokenLogprobs(0, -1.0),) * (self.prompt_tokens - 1)
+        delta = Delta(text, token_ids, reason, stop_reason, usage, prompt_logprobs=scored)
+        self.deltas.put_nowait(delta)
 
 
 @dataclass
