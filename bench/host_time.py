@@ -17,6 +17,7 @@ import pstats
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -152,11 +153,17 @@ class Taken:
 
     seconds: dict[str, float]
     wall_s: float
+    cpu_s: float  # of the worker's thread: less than its phases by what it waited for others
     steps: int
 
     def us(self, phase: str) -> float:
         """Give a phase's µs a step."""
         return 1e6 * self.seconds[phase] / self.steps
+
+    @property
+    def cpu_us(self) -> float:
+        """The µs of processor time a step of the worker's thread."""
+        return 1e6 * self.cpu_s / self.steps
 
     @property
     def host_us(self) -> float:
@@ -180,19 +187,23 @@ async def decode_steps(engine: Engine, batch: int, steps: int) -> Taken:
             if counts[number] == tokens - WARM_TOKENS:
                 someone_ends.set()
 
-    def look() -> tuple[dict[str, float], float, int]:
-        model = engine.model
-        seconds = dict(model.executor.times.seconds)
-        return seconds, time.perf_counter(), model.scheduler.steps_total
+    (worker,) = [thread for thread in threading.enumerate() if thread.name == "treadle-engine"]
+    assert worker.ident is not None, "it runs"
+    clock = time.pthread_getcpuclockid(worker.ident)
+
+    def look() -> tuple[dict[str, float], float, float, int]:
+        seconds = dict(engine.model.executor.times.seconds)
+        steps = engine.model.scheduler.steps_total
+        return seconds, time.perf_counter(), time.clock_gettime(clock), steps
 
     readers = [asyncio.create_task(read(number)) for number in range(batch)]
     await everyone_decodes.wait()
-    before_seconds, before_s, before_steps = look()
+    before_seconds, before_s, before_cpu_s, before_steps = look()
     await someone_ends.wait()
-    seconds, now_s, steps_now = look()
+    seconds, now_s, cpu_s, steps_now = look()
     await asyncio.gather(*readers)
     difference = {phase: seconds[phase] - before_seconds[phase] for phase in seconds}
-    return Taken(difference, now_s - before_s, steps_now - before_steps)
+    return Taken(difference, now_s - before_s, cpu_s - before_cpu_s, steps_now - before_steps)
 
 
 def run_engine(
@@ -235,6 +246,7 @@ def measure(
     taken, model = run_engine(load, batch, asked.steps, asked.profile)
     for phase in taken.seconds:
         print(f"           {taken.us(phase):9.1f} µs  {phase}", flush=True)
+    print(f"           {taken.cpu_us:9.1f} µs of processor time", flush=True)
     if is_fake:
         gaps = model.executor.device.gaps_us[1:]  # type: ignore[attr-defined]
     else:
@@ -250,6 +262,7 @@ def measure(
     gaps = gaps[WARM_TOKENS:-WARM_TOKENS] or gaps
     more: dict[str, object] = {
         "phases_us": {phase: taken.us(phase) for phase in taken.seconds},
+        "cpu_us": taken.cpu_us,
         "step_us": 1e6 * taken.wall_s / taken.steps,
         "steps": taken.steps,
         "gaps_us": {"p10": _quantile(gaps, 0.1), "p90": _quantile(gaps, 0.9)},
