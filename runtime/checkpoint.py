@@ -17,7 +17,7 @@ import torch
 
 from treadle.ir.errors import CheckpointError
 from treadle.runtime.gguf_source import GgufSource
-from treadle.runtime.safetensors_source import SafetensorsSource
+from treadle.runtime.safetensors_source import SafetensorsSource, TensorEntry
 
 _SAMPLE_BYTES = 256
 
@@ -32,6 +32,7 @@ class TensorSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
     def dtype(self, name: str) -> torch.dtype: ...
     def tensor(self, name: str) -> torch.Tensor: ...
+    def entry(self, name: str) -> TensorEntry | None: ...
     def headers(self) -> Iterator[tuple[str, bytes, int]]: ...
     def spans(self) -> Iterator[tuple[Path, int, int]]: ...
 
@@ -81,6 +82,13 @@ class Checkpoint:
         Raises: CheckpointError: there is no such tensor, or it can't be read.
         """
         return self.source.tensor(self._known(name))
+
+    def entry(self, name: str) -> TensorEntry | None:
+        """Tell where a tensor's bytes lie as `tensor` gives them; None where they are computed.
+
+        Raises: CheckpointError: there is no such tensor.
+        """
+        return self.source.entry(self._known(name))
 
     def fingerprint(self) -> str:
         """Compute a digest that changes when the weights or the config do; takes milliseconds.

@@ -8,7 +8,9 @@ way, one callback per step the other way.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
+import sys
 import threading
 import time
 from collections import deque
@@ -25,6 +27,9 @@ from treadle.runtime.text import TextStep, TextStream
 from treadle.runtime.tokenizer import Tokenizer
 
 IDLE_WAIT_S = 0.5
+# How long one thread may keep Python's lock while the worker wants it to launch a step. Python's
+# own 5 ms are longer than a step of a small model.
+SWITCH_INTERVAL_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -187,6 +192,9 @@ class Engine:
         self._stats = EngineStats()
         self._last_step_at = time.monotonic()
         self._all_done = asyncio.Event()
+        # What the worker has not told yet of the step that it completed last.
+        self._news: list[_News] = []
+        self._tokens: list[TokenEvent] = []
 
     # --- the face towards front ends ------------------------------------------------------------
 
@@ -319,11 +327,16 @@ class Engine:
     def _finish(self, name: str, reason: FinishReason, stop_reason: str | int | None) -> None:
         self.model.scheduler.finish(name, reason, stop_reason)
 
-    def _publish(self, news: list[_News]) -> None:
+    def _publish(self, news: list[_News], tokens: Sequence[TokenEvent] = ()) -> None:
         assert self._loop is not None, "the worker runs only after start()"
-        self._loop.call_soon_threadsafe(self._deliver, news)
+        self._loop.call_soon_threadsafe(self._deliver, news, tokens)
 
-    def _deliver(self, news: list[_News]) -> None:
+    def _deliver(self, news: list[_News], tokens: Sequence[TokenEvent]) -> None:
+        """Give generations what a step brought: `tokens` are of those that simply go on."""
+        for sequence, token, _ in tokens:
+            generation = self._generations.get(sequence.request_id)
+            if generation is not None:
+                generation._push(token, sequence.cached_tokens or 0, None)
         for each in news:
             generation = self._generations.get(each.request_id)
             if generation is None:
@@ -343,6 +356,9 @@ class Engine:
             self._model = self._load(self._set_phase)
             self.phase = "ready"
             self._update_stats()
+            # What loading made is here to stay: collecting garbage must not walk it during a step.
+            gc.freeze()
+            sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
             self._on_ready(self._model)
         except BaseException as error:  # reported through start(), which re-raises it
             self.phase = "failed"
@@ -376,8 +392,12 @@ class Engine:
                 if len(in_flight) < scheduler.max_in_flight:
                     continue
             if in_flight:
+                # Only now that the device has work: the event loop takes Python's lock for it.
+                self._publish_step()
                 done, result = in_flight.popleft()
                 self._complete(done, result)
+                if not in_flight:
+                    self._publish_step()
             elif not self._commands:
                 self._update_stats()
                 self._wake.wait(IDLE_WAIT_S)
@@ -389,19 +409,28 @@ class Engine:
         tokens = result.tokens()
         lap(WAIT)
         events = self.model.scheduler.complete(plan, tokens)
-        lap(COMPLETE)
         self._last_step_at = time.monotonic()
         self._update_stats()
         logprobs = result.logprobs()
-        news = [self._describe(event, logprobs) for event in events]
-        news += [
+        for event in events:
+            # Most tokens need no word about them, and there are hundreds a step.
+            if event[2] is None and not logprobs:
+                self._tokens.append(event)
+            else:
+                self._news.append(self._describe(event, logprobs))
+        self._news += [
             _News(chunk.sequence.request_id, None, 0, None, logprobs[chunk.sequence.request_id])
             for chunk in plan.chunks
             if chunk.scores
         ]
-        if news:
-            self._publish(news)
-        lap(PUBLISH)
+        lap(COMPLETE)
+
+    def _publish_step(self) -> None:
+        """Tell the event loop what the last step brought, if anything."""
+        if self._news or self._tokens:
+            self._publish(self._news, self._tokens)
+            self._news, self._tokens = [], []
+            self.model.executor.times.lap(PUBLISH)
 
     def _describe(self, event: TokenEvent, logprobs: Mapping[str, TokenLogprobs]) -> _News:
         sequence, token, reason = event
@@ -448,6 +477,7 @@ class Engine:
         self.failure = fault
         self.phase = "failed"
         ending = _Ending(FinishReason.ERROR, None, fault)
+        self._publish_step()
         self._publish([_News(name, None, 0, ending) for name in tuple(self._generations)])
 
 

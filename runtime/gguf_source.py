@@ -145,6 +145,9 @@ class GgufSource:
             return _restore_row_order(values, self.config["num_key_value_heads"])
         return values
 
+    def entry(self, name: str) -> None:
+        """A file's tensors are dequantised, transposed or joined on the way: none is as it lies."""
+
     def headers(self) -> Iterator[tuple[str, bytes, int]]:
         with self._file.open("rb") as stream:
             header = stream.read(self._reader.data_offset)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,9 +105,14 @@ class LoadedArtifact:
 
 
 def load_artifact(
-    path: Path, options: ServeOptions, begin: Callable[[str], None] = lambda phase: None
+    path: Path,
+    options: ServeOptions,
+    begin: Callable[[str], None] = lambda phase: None,
+    on_open: Callable[[Artifact, Checkpoint], object] = lambda artifact, checkpoint: None,
 ) -> LoadedArtifact:
     """Check an artifact, load weights, allocate state and build programs. `begin` hears each phase.
+
+    `on_open` may begin what needs the files only.
 
     Raises: ArtifactError, CheckpointError: it does not fit. MachineError: too little memory.
     """
@@ -121,6 +127,7 @@ def load_artifact(
         "--model-path MODEL",
     )
     check_fits(artifact, checkpoint)
+    on_open(artifact, checkpoint)
     device = machine.device_of(config.target)
     begin("loading weights")
     plan = read_plan(artifact.json(PLAN))
@@ -186,11 +193,17 @@ def load_model(
 ) -> LoadedModel:
     """Load an artifact for serving. Raises: see `load_artifact`."""
     timer = _PhaseTimer(report)
-    loaded = load_artifact(path, options, timer.begin)
+    tokenizers: list[Future[Tokenizer]] = []
+    with ThreadPoolExecutor(1, thread_name_prefix="treadle-tokenizer") as aside:
+
+        def load_aside(artifact: Artifact, checkpoint: Checkpoint) -> None:
+            tokenizers.append(aside.submit(_load_tokenizer, artifact, checkpoint))
+
+        loaded = load_artifact(path, options, timer.begin, load_aside)
+        timer.begin("waiting for the tokenizer")
+        tokenizer = tokenizers[0].result()
     manifest, state = loaded.artifact.manifest, loaded.state
     config = manifest.engine
-    timer.begin("loading the tokenizer")
-    tokenizer = _load_tokenizer(loaded)
     steps, resamples = _by_step(loaded.programs), _by_step(loaded.resamples)
     if config.target == "cuda":
         timer.begin("capturing CUDA graphs")
@@ -257,14 +270,12 @@ def _warm_up(loaded: LoadedArtifact) -> None:
     torch.cuda.synchronize()
 
 
-def _load_tokenizer(loaded: LoadedArtifact) -> Tokenizer:
-    folder = loaded.artifact.path / TOKENIZER
+def _load_tokenizer(artifact: Artifact, checkpoint: Checkpoint) -> Tokenizer:
+    folder = artifact.path / TOKENIZER
     if not folder.is_dir():  # the checkpoint had none when it was compiled: let it say so
-        return Tokenizer.from_source(loaded.checkpoint)
+        return Tokenizer.from_source(checkpoint)
     return Tokenizer.from_path(
-        folder,
-        config=loaded.checkpoint.config,
-        generation_config=loaded.checkpoint.generation_config,
+        folder, config=checkpoint.config, generation_config=checkpoint.generation_config
     )
 
 
@@ -333,6 +344,6 @@ class _PhaseTimer:
         """Give `phase seconds, …` over all phases."""
         starts = [start for _, start in self._phases] + [time.perf_counter()]
         return ", ".join(
-            f"{phase} {starts[index + 1] - start:.1f} s"
+            f"{phase} {starts[index + 1] - start:.2f} s"
             for index, (phase, start) in enumerate(self._phases)
         )

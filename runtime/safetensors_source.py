@@ -103,6 +103,9 @@ class SafetensorsSource:
                 f"`{name}` in {file} can't be read: {error}.", remedy=_DOWNLOAD_AGAIN
             ) from error
 
+    def entry(self, name: str) -> TensorEntry:
+        return self._entries[name]
+
     def headers(self) -> Iterator[tuple[str, bytes, int]]:
         """Give name, header and size in bytes of every file, in order of their names."""
         for shard in self._shards:

@@ -66,10 +66,9 @@ class SequenceState:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     # The scheduler's own: positions before `halt` need no decision when decoding, only positions
-    # before `last_position` are ever computed, and `last_step` is the latest step planned for it.
+    # before `last_position` are ever computed.
     halt: int = 0
     last_position: int = 0
-    last_step: int = -1
     # Positions of the prompt whose log probabilities have been planned, where they are asked for.
     num_scored: int = 0
 
@@ -233,7 +232,6 @@ class Scheduler:
         self._leaving: list[SequenceState] = []  # PREEMPTING or FINISHED, used by a step in flight
         self._free_rows = list(range(max_rows))  # a heap: the lowest row first
         self._in_flight: deque[StepPlan] = deque()
-        self._completed_step = -1
         self._next_arrival = 0
         self._composition = 0
         # The last plan's decodes, as list and tuple, and rows, when it was decode only.
@@ -340,34 +338,33 @@ class Scheduler:
             f"{len(self._in_flight)} steps are in flight, `max_in_flight` is {self.max_in_flight}"
         )
         step = self.steps_total
-        decodes: list[SequenceState] = []
-        starts: list[int] = []
-        prefills: list[SequenceState] = []
         updates: list[tuple[int, int, int]] = []
-        for sequence in tuple(self._running):  # a copy, because preemption removes some
-            start = sequence.scheduled_tokens
-            if start == sequence.halt:
-                if sequence.status is not SequenceStatus.RUNNING:
-                    continue
-                if start < sequence.prefill_stop:
-                    prefills.append(sequence)
-                    continue
-                if start == sequence.last_position:
-                    continue  # its last token is being computed
-                if not self._grow(sequence, updates):
-                    continue
-            sequence.scheduled_tokens = start + 1
-            sequence.last_step = step
-            decodes.append(sequence)
-            starts.append(start)
+        prefills: list[SequenceState] = []
+        skipped: set[SequenceState] = set()
+        # Of hundreds of sequences few need a decision: those are found first, and what all need is
+        # done in bulk. The list is a copy, because preemption removes some.
+        for sequence in [s for s in self._running if s.scheduled_tokens == s.halt]:
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            if sequence.scheduled_tokens < sequence.prefill_stop:
+                prefills.append(sequence)
+            elif sequence.scheduled_tokens != sequence.last_position and self._grow(
+                sequence, updates
+            ):
+                continue
+            skipped.add(sequence)  # it has no token for now, or its last is being computed
+        decodes = [s for s in self._running if s not in skipped] if skipped else [*self._running]
+        starts = [sequence.scheduled_tokens for sequence in decodes]
+        for sequence in decodes:
+            sequence.scheduled_tokens += 1
         budget = self.max_step_tokens - len(decodes)
         chunks: list[Slice] = []
         for sequence in prefills:
             if budget > 0:
-                budget -= self._plan_chunk(sequence, budget, step, chunks)
+                budget -= self._plan_chunk(sequence, budget, chunks)
         new_rows: list[int] = []
         if self._waiting:
-            self._admit_waiting(budget, step, chunks, new_rows, updates)
+            self._admit_waiting(budget, chunks, new_rows, updates)
         if not decodes and not chunks:
             return None
         # Only now, so that no slice of this step reads what another one is to write.
@@ -392,7 +389,6 @@ class Scheduler:
             f"step {plan.step} has {len(plan.rows)} slices but {len(sampled)} sampled tokens"
         )
         self._in_flight.popleft()
-        self._completed_step = plan.step
         sampling, tokens = plan.decodes, sampled
         if plan.chunks:
             pairs = zip(plan.chunks, sampled[len(plan.decodes) :], strict=True)
@@ -535,7 +531,7 @@ class Scheduler:
         self.pool.publish(table, sequence.token_ids, known)
         while (page := self.pool.append(table)) is None:
             # Skip a step rather than evict another sequence, when pages are about to come back.
-            if self._leaving or any(s.scheduled_tokens == s.last_position for s in self._running):
+            if self._leaving or any(map(_computes_its_last, self._running)):
                 return False
             # Not yet in this plan: rows are visited from the oldest to the youngest sequence.
             victim = self._running[-1]
@@ -550,9 +546,7 @@ class Scheduler:
         capacity = len(sequence.table.pages) * self.pool.page_size
         sequence.halt = min(capacity, sequence.last_position)
 
-    def _plan_chunk(
-        self, sequence: SequenceState, budget: int, step: int, chunks: list[Slice]
-    ) -> int:
+    def _plan_chunk(self, sequence: SequenceState, budget: int, chunks: list[Slice]) -> int:
         start = sequence.scheduled_tokens
         stop = min(sequence.prefill_stop, start + budget)
         scores = False
@@ -565,7 +559,6 @@ class Scheduler:
             sequence.num_scored = max(sequence.num_scored, stop)
         samples = stop == sequence.prefill_stop
         sequence.scheduled_tokens = stop
-        sequence.last_step = step
         if samples:
             self._set_decode_halt(sequence)
         else:
@@ -576,7 +569,6 @@ class Scheduler:
     def _admit_waiting(
         self,
         budget: int,
-        step: int,
         chunks: list[Slice],
         new_rows: list[int],
         updates: list[tuple[int, int, int]],
@@ -614,7 +606,7 @@ class Scheduler:
             pages = sequence.table.pages
             updates.extend((sequence.row, index, page) for index, page in enumerate(pages))
             spare_pages += len(pages) * page_size < sequence.last_position
-            budget -= self._plan_chunk(sequence, budget, step, chunks)
+            budget -= self._plan_chunk(sequence, budget, chunks)
 
     def _make_plan(
         self,
@@ -643,7 +635,10 @@ class Scheduler:
         )
 
     def _is_in_flight(self, sequence: SequenceState) -> bool:
-        return sequence.last_step > self._completed_step
+        return any(
+            sequence in plan.decodes or any(chunk.sequence is sequence for chunk in plan.chunks)
+            for plan in self._in_flight
+        )
 
     def _end_by_token(self, sequence: SequenceState, token: int) -> FinishReason | None:
         """Apply the finishing rules to a token that may be the last one; return why it is."""
@@ -712,6 +707,12 @@ class Scheduler:
             if sequence.status is SequenceStatus.PREEMPTING:
                 self._requeue(sequence)
         self._leaving = still_leaving
+
+
+def _computes_its_last(sequence: SequenceState) -> bool:
+    """Say whether the last position of a sequence is in a step, or will be in the one planned."""
+    last = sequence.last_position
+    return sequence.halt == last and sequence.scheduled_tokens >= last - 1
 
 
 def _check(holds: bool, message: str) -> None:

@@ -12,14 +12,16 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from jinja2 import TemplateError
 from tokenizers import Regex, decoders
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from treadle.ir.errors import CheckpointError, RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # What rendering a template may raise: its own `raise_exception`, and what expressions raise when a
 # message lacks what the template expects.
@@ -135,6 +137,9 @@ class Tokenizer:
             raise CheckpointError(
                 f"Expected a tokenizer at {path}, found nothing there.", remedy="Check the path."
             )
+        # It takes seconds to import, which serving spends while weights load in another thread.
+        from transformers import AutoTokenizer
+
         try:
             hf_tokenizer = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False, **options

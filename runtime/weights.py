@@ -15,6 +15,7 @@ from treadle.ir.errors import CheckpointError
 from treadle.ir.graph import RopeTable, Weight
 from treadle.kernels.dtypes import TORCH_DTYPES
 from treadle.runtime.checkpoint import Checkpoint
+from treadle.runtime.upload import Uploader
 
 # What a weight may be stored in. Others are the codes of quantised values: cast without the scales
 # that belong to them, they would be nonsense.
@@ -23,6 +24,9 @@ STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Tensors that published checkpoints carry and no graph needs: they are computed, not learned.
 KNOWN_EXTRAS = (re.compile(r".*\.rotary_emb\.inv_freq"), re.compile(r"rope_freqs\.weight"))
 NAMES_SHOWN = 6
+
+# What decides a loaded tensor: the names of its parts, how they alternate, and its dtype.
+_Key = tuple[tuple[str, ...], int, torch.dtype]
 
 
 def check_names(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
@@ -93,25 +97,33 @@ def load_weights(
     """
     weights = tuple(weights)
     check_names(weights, checkpoint)
-    loaded: dict[tuple[object, ...], torch.Tensor] = {}
+    by_key: dict[_Key, list[Weight]] = {}
     result: dict[str, torch.Tensor] = {}
     for weight in weights:
         if weight.rope:
             result[weight.name] = rope_table(weight.rope, max_context_tokens).to(device)
             continue
         sources = _choose_sources(weight, checkpoint, warn)
-        key = (sources, weight.interleave, weight.type.dtype)
-        if key not in loaded:
-            dtype = TORCH_DTYPES[weight.type.dtype]
-            parts = [checkpoint.tensor(name).to(device, dtype) for name in sources]
-            for name, part in zip(sources, parts, strict=True):
-                if not bool(torch.isfinite(part).all()):
-                    raise CheckpointError(
-                        f"`{name}` in {checkpoint.path} holds NaN or infinite values as {dtype}.",
-                        remedy="Compile with a wider --dtype (bfloat16), or fetch the file again.",
-                    )
-            loaded[key] = arrange(parts, weight.interleave)
-        result[weight.name] = loaded[key]
+        key = (sources, weight.interleave, TORCH_DTYPES[weight.type.dtype])
+        by_key.setdefault(key, []).append(weight)
+    names = [name for sources, _, _ in by_key for name in sources]
+    finite: list[tuple[str, torch.dtype, torch.Tensor]] = []
+    with Uploader(checkpoint, device, names, ahead=device.type == "cuda") as uploader:
+        for (sources, interleave, dtype), same in by_key.items():
+            parts = [uploader.take(name).to(dtype) for name in sources]
+            # Looked at when all are there: each look would wait for the device.
+            finite += [
+                (name, dtype, torch.isfinite(part).all())
+                for name, part in zip(sources, parts, strict=True)
+            ]
+            loaded = arrange(parts, interleave)
+            result |= {weight.name: loaded for weight in same}
+    for name, dtype, is_finite in finite:
+        if not bool(is_finite):
+            raise CheckpointError(
+                f"`{name}` in {checkpoint.path} holds NaN or infinite values as {dtype}.",
+                remedy="Compile with a wider --dtype (bfloat16), or fetch the file again.",
+            )
     return result
 
 
