@@ -160,7 +160,7 @@ def _kernel_name(op: Op) -> str:
     return op.params.kernel if op.body else op.kind
 
 
-def _plain(name: str) -> str:
+def local_name(name: str) -> str:
     """Drop scopes and layer numbers of a name: kernels are shared by all layers."""
     sigil = "@" if name.startswith("@") else ""
     return sigil + [part for part in name.removeprefix("@").split(".") if not part.isdigit()][-1]
@@ -169,9 +169,9 @@ def _plain(name: str) -> str:
 def _header(op: Op, graph: Graph) -> Header:
     covers = []
     for inner in op.plain:
-        results = ", ".join(f"{_plain(n)}: {graph.types[n]}" for n in inner.outputs)
+        results = ", ".join(f"{local_name(n)}: {graph.types[n]}" for n in inner.outputs)
         params = ops.describe(inner.params)
-        operands = ", ".join(map(_plain, inner.inputs)) + (f"; {params}" if params else "")
+        operands = ", ".join(map(local_name, inner.inputs)) + (f"; {params}" if params else "")
         call = f"{inner.kind}({operands})"
         covers.append(f"{results} = {call}" if results else call)
     return Header(_summary(op), tuple(covers), _cost_facts(op, graph))

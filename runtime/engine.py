@@ -8,7 +8,6 @@ way, one callback per step the other way.
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import sys
 import threading
@@ -356,8 +355,6 @@ class Engine:
             self._model = self._load(self._set_phase)
             self.phase = "ready"
             self._update_stats()
-            # What loading made is here to stay: collecting garbage must not walk it during a step.
-            gc.freeze()
             sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
             self._on_ready(self._model)
         except BaseException as error:  # reported through start(), which re-raises it

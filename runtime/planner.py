@@ -7,14 +7,20 @@ Called by the compiler; what it writes, `loading.py` reads. Knows kernels only t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from treadle.ir.graph import Graph, Op, fingerprint
 from treadle.ir.memory import plan_buffers
-from treadle.kernels.lower import Candidate, Situation, lower, without_unsafe_pdl
+from treadle.kernels.lower import (
+    Candidate,
+    Situation,
+    local_name,
+    lower,
+    without_unsafe_pdl,
+)
 from treadle.kernels.schedule import GEMV_ROWS, JOINED_ROWS
 from treadle.runtime.config import EngineConfig, decode_buckets, mixed_buckets
 from treadle.runtime.state import state_dims
@@ -179,8 +185,16 @@ class _Planner:
         where = Situation(dims, step, self.engine.target, self.architecture)
         launches = []
         previous = ""
+        # Layers repeat the same ops under other names: each is lowered once.
+        chosen: dict[object, tuple[tuple[str, ...], Candidate]] = {}
+        of_the_step = {value.name for value in graph.inputs if not value.type.layout}
         for op in graph.ops:
-            candidate = self.choose(op, graph, where, lower(op, graph, where))
+            signature, names = _without_layer(op, graph, of_the_step)
+            if signature not in chosen:
+                choice = self.choose(op, graph, where, lower(op, graph, where))
+                chosen[signature] = (names, choice)
+            known, candidate = chosen[signature]
+            candidate = _renamed(candidate, dict(zip(known, names, strict=True)))
             candidate = without_unsafe_pdl(candidate, previous)
             previous = candidate.template
             text = candidate.emit()
@@ -197,6 +211,37 @@ class _Planner:
         return ProgramPlan(
             step, bucket, form, tuple(launches), buffers.offsets, buffers.total_bytes
         )
+
+
+def _without_layer(op: Op, graph: Graph, of_the_step: Set[str]) -> tuple[object, tuple[str, ...]]:
+    """Give all that lowering an op depends on but the layer of what it touches, and those names.
+
+    Inputs of the step are no layer's own: their names stay.
+    """
+    numbers: dict[str, int] = {}
+
+    def mark(name: str) -> object:
+        if name in of_the_step:
+            return name
+        number = numbers.setdefault(name, len(numbers))
+        return number, local_name(name), graph.type_of(name)
+
+    marked = tuple(
+        (each.kind, each.params, tuple(map(mark, each.inputs)), tuple(map(mark, each.outputs)))
+        for each in (op, *op.body)
+    )
+    return marked, tuple(numbers)
+
+
+def _renamed(candidate: Candidate, names: Mapping[str, str]) -> Candidate:
+    """Give the candidate of an op for another one that differs in these names only."""
+    arguments = {}
+    for parameter, text in candidate.arguments.items():
+        kind, _, name = text.partition(":")
+        if kind in ("value", "keys", "values"):
+            name = names.get(name, name)
+        arguments[parameter] = f"{kind}:{name}"
+    return replace(candidate, arguments=arguments)
 
 
 def bucket_dims(engine: EngineConfig, step: str, bucket: int) -> dict[str, int]:
