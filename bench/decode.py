@@ -64,6 +64,7 @@ def main() -> None:
                 floor = floor_ms(engine, batch, context)
                 stated = conditions(dtype="bf16", weights="random", page_size=64, graphs=True)
                 rows.append(Row("decode", case, value, "ms", "lower", goal, floor, peers, stated))
+                write_rows("decode", rows[-1:], arguments.out)  # kept, whatever comes next
                 print(f"{case}: {value:.3f} ms, goal {goal}, floor {floor:.2f}", flush=True)
                 if arguments.parts:
                     print_parts(engine, batch, context, value)

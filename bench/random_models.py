@@ -6,13 +6,15 @@ Called by the benchmarks of this folder; builds the very programs that `serve` r
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from treadle.ir.errors import KernelError
+from treadle.ir.graph import Graph
 from treadle.kernels.cross_compile import compile_many
 from treadle.kernels.tuned import TunedTable, shipped_table
 from treadle.models.config import from_hf
@@ -104,14 +106,18 @@ CONFIGS: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True)
 class BenchEngine:
-    """A trial with its programs built."""
+    """A trial with its programs built; `kernels` is the folder of their modules."""
 
     trial: Trial
     plan: planner.Plan
     programs: dict[tuple[str, int], TritonProgram]
+    kernels: Path
 
     def graphed(self, bucket: int) -> GraphedProgram:
-        """Capture the decode program of a bucket."""
+        """Capture the decode program of a bucket, its kernels compiled in parallel before."""
+        program = self.programs["decode", bucket].plan
+        one = planner.Plan((program,), scratch=self.plan.scratch)
+        compile_plan(one, self.trial.graphs, self.trial.engine, self.kernels)
         return GraphedProgram(self.programs["decode", bucket], torch.cuda.graph_pool_handle())
 
 
@@ -160,10 +166,22 @@ def build_engine(
     folder = Path(tempfile.mkdtemp(prefix="treadle-bench-"))
     plan.write(folder)
     if only is not None and target == "cuda":
-        jobs = jobs_of(plan, graphs, engine, folder / "kernels", found.architecture)
-        for outcome in compile_many(jobs):
-            assert not outcome.error, f"{outcome.job.path}: {outcome.error}"
+        compile_plan(plan, graphs, engine, folder / "kernels")
     device = torch.device("cuda" if target == "cuda" else "cpu")
     trial = make_trial(graphs, engine, num_pages or max_rows * engine.pages_per_row, device)
     workspace = allocate_workspace(plan, device)
-    return BenchEngine(trial, plan, trial.programs(plan, folder / "kernels", workspace))
+    programs = trial.programs(plan, folder / "kernels", workspace)
+    return BenchEngine(trial, plan, programs, folder / "kernels")
+
+
+def compile_plan(
+    plan: planner.Plan, graphs: Mapping[str, Graph], engine: EngineConfig, kernels: Path
+) -> None:
+    """Compile a plan's kernels in parallel to where this process's Triton looks for them.
+
+    Raises: KernelError: one does not compile; names it.
+    """
+    jobs = jobs_of(plan, graphs, engine, kernels, machine.look().architecture)
+    for outcome in compile_many(jobs):
+        if outcome.error:
+            raise KernelError(f"{outcome.job.path} does not compile: {outcome.error}")
