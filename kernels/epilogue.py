@@ -27,7 +27,9 @@ class Tile:
     Templates name their index tensors `token` and `feature`, shaped to broadcast against `acc`.
     `has_prologue` tells whether one lets an op change x on the way in. `aligned` names the operands
     that the bulk copy engine moves: their rows must be multiples of 16 bytes; such a template
-    computes `feature` only where it is needed. A Gluon template stores whole tiles.
+    computes `feature` only where it is needed. A Gluon template brings results into the layout
+    that it stores; `is_narrow` says that its warps share the features of a tile, so that a gate and
+    its up are far apart until they are moved.
     """
 
     axes: tuple[str, ...]
@@ -35,6 +37,7 @@ class Tile:
     has_prologue: bool = False
     aligned: tuple[str, ...] = ()
     is_gluon: bool = False
+    is_narrow: bool = False
 
     def index(self, vector: str) -> str:
         """Write a vector over features so that it broadcasts against `acc`."""
@@ -69,6 +72,7 @@ TILES: dict[str, Tile] = {
     "matmul": TOKENS_LEFT,
     "matmul_tma": replace(TOKENS_LEFT, aligned=("x", "w")),
     "matmul_gluon": replace(TOKENS_LEFT, aligned=("x", "w", "y"), is_gluon=True),
+    "matmul_stream": replace(TOKENS_LEFT, aligned=("x", "w"), is_gluon=True, is_narrow=True),
     "matmul_skinny": WEIGHTS_LEFT,
     "matmul_skinny_tma": replace(WEIGHTS_LEFT, aligned=("x", "w")),
 }
@@ -309,6 +313,15 @@ def _glu(chain: _Chain, op: Op, target: str) -> None:
     shape = f"({sizes})" if len(tile.axes) > 1 else f"({sizes},)"
     columns = f"pid_n * (BLOCK_N // 2) + {tile.index('tl.arange(0, BLOCK_N // 2)')}"
     place = [] if tile.is_gluon else [f"column = {columns}"]
+    if tile.is_narrow:
+        # Each thread takes whole groups of a row: a gate and its up.
+        chain.lines += [
+            f"groups: gl.constexpr = {groups}",
+            "pair_layout: gl.constexpr = gl.BlockedLayout(",
+            f"    [1, {2 * group}], [32 // groups, groups], [WARPS, 1], [1, 0]",
+            ")",
+            f"{chain.value} = gl.convert_layout({chain.value}, pair_layout)",
+        ]
     chain.lines += [
         f"pairs = tl.reshape({chain.value}, ({', '.join(split_axes)}))",
         f"gate, up = tl.split(tl.permute(pairs, ({', '.join(map(str, order))})))",

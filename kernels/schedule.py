@@ -16,8 +16,9 @@ Schedule = dict[str, int | bool]
 NUM_MULTIPROCESSORS = 132  # of an H100 or H200; a guess elsewhere
 INTERPRETER = "interpret"  # the machine that is none: Triton's interpreter
 HAS_TMA = ("sm_90", "sm_100")  # also programmatic dependent launch
-JOINED_ROWS = 0  # up to here one kernel appends k and v and attends; not timed yet, so nowhere
+JOINED_ROWS = 1  # up to here one kernel ropes, appends and attends: 1 to 5 % of a step at 1 row
 GEMV_ROWS = 1  # beyond it tensor cores win: at 2 rows by 5 %, at 4 by 30 % of an 8B step
+STREAM_ROWS = 64  # beyond it reading x once per block of features costs more than w
 SKINNY_ROWS = 256  # beyond it the tokens are the left operand
 
 
@@ -70,12 +71,14 @@ def matmul_choices(sizes: Sizes, machine: str) -> Iterator[tuple[str, Schedule]]
         yield from skinny[:8] if sizes.rows <= GEMV_ROWS else skinny
         if has_tma and GEMV_ROWS < sizes.rows <= 64:
             yield from _skinny_more(sizes)
+    if has_tma and sizes.element_bytes == 2 and sizes.rows <= STREAM_ROWS:
+        yield from (("matmul_stream", schedule) for schedule in _matmul_stream(sizes))
     if sizes.rows > 64 or not has_tma:
         if machine == "sm_90" and has_tma and sizes.element_bytes == 2 and not sizes.wide_out:
             yield from (("matmul_gluon", schedule) for schedule in _matmul_gluon(sizes))
         if has_tma:
-            yield from (("matmul_tma", schedule) for schedule in _matmul_tma(sizes))
-        yield from (("matmul", schedule) for schedule in _matmul(sizes))
+            yield from (("matmul_tma", schedule) for schedule in _matmul_tma(sizes, machine))
+        yield from (("matmul", schedule) for schedule in _matmul(sizes, machine))
 
 
 def _interpreted_matmul(sizes: Sizes) -> tuple[str, Schedule]:
@@ -90,7 +93,7 @@ def _interpreted_matmul(sizes: Sizes) -> tuple[str, Schedule]:
         # Two splits, so that the reduction over splits is exercised too.
         split = {"SPLIT_K": 2, "PREFETCH_TILES": 0, "USE_PDL": False, "BLOCK_M": block_m}
         return "matmul_skinny", {**split, **common, "BLOCK_K": max(16, block_k // 2)}
-    return "matmul", {"BLOCK_M": block_m, "GROUP_M": 1, **common}
+    return "matmul", {"BLOCK_M": block_m, "GROUP_M": 1, "USE_PDL": False, **common}
 
 
 def _gemv(sizes: Sizes, machine: str) -> Iterator[Schedule]:
@@ -219,18 +222,60 @@ def _skinny_schedule(
         }
 
 
-def _matmul(sizes: Sizes) -> Iterator[Schedule]:
-    shapes = [(128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (64, 128, 64, 4, 4)]
-    for block_m, block_n, block_k, warps, stages in shapes:
-        block_k = block_k * 2 // sizes.element_bytes
+# (BLOCK_N, BLOCK_K, STAGES, warps): a program or a few on each multiprocessor, 24 to 200 KiB on
+# their way to it
+_STREAM_TILES = [
+    (32, 256, 4, 4),
+    (32, 256, 8, 4),
+    (64, 256, 3, 4),
+    (16, 256, 4, 2),
+    (16, 256, 6, 2),
+    (32, 256, 6, 4),
+    (64, 128, 6, 4),
+    (32, 128, 4, 4),
+    (64, 128, 4, 4),
+    (8, 512, 4, 1),
+]
+
+
+def _matmul_stream(sizes: Sizes) -> Iterator[Schedule]:
+    block_m = max(16, power_of_two(sizes.rows))
+    for block_n, block_k, stages, warps in _STREAM_TILES:
+        stage_bytes = (block_m + block_n) * block_k * 2
+        programs = -(-sizes.num_features // block_n)
+        # So many programs run one after the other on a multiprocessor: tiny ones don't pay.
+        waves = programs * stage_bytes * stages // (NUM_MULTIPROCESSORS * _SHARED_BYTES_HOPPER)
+        if (
+            block_n % sizes.feature_multiple
+            or stage_bytes * stages > _SHARED_BYTES_HOPPER - 4096
+            or block_k * (stages - 2) > sizes.num_inputs
+            or (block_n < 32 and (waves > 2 or programs > 16 * NUM_MULTIPROCESSORS))
+        ):
+            continue
         yield {
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,
             "BLOCK_K": block_k,
-            "GROUP_M": 8,
+            "STAGES": stages,
+            "USE_PDL": True,
             "num_warps": warps,
-            "num_stages": stages,
         }
+
+
+def _matmul(sizes: Sizes, machine: str) -> Iterator[Schedule]:
+    shapes = [(128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (64, 128, 64, 4, 4)]
+    for block_m, block_n, block_k, warps, stages in shapes:
+        block_k = block_k * 2 // sizes.element_bytes
+        for use_pdl in pdl_choices(machine)[::-1]:
+            yield {
+                "BLOCK_M": block_m,
+                "BLOCK_N": block_n,
+                "BLOCK_K": block_k,
+                "GROUP_M": 8,
+                "USE_PDL": use_pdl,
+                "num_warps": warps,
+                "num_stages": stages,
+            }
 
 
 # (BLOCK_M, BLOCK_N, stages, tiles of tokens per group, ping-pong); lab figures in bench/NOTES.md
@@ -254,33 +299,37 @@ def _matmul_gluon(sizes: Sizes) -> Iterator[Schedule]:
     if sizes.rows <= 512:
         tiles = [*_GLUON_TILES_FEW_ROWS, *tiles]
     for block_m, block_n, stages, group_m, ping_pong in dict.fromkeys(tiles):
-        yield {
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-            "BLOCK_K": 64,
-            "STAGES": stages,
-            "GROUP_M": group_m,
-            "PING_PONG": ping_pong,
-            "NUM_PROGRAMS": NUM_MULTIPROCESSORS,
-            "num_warps": 4,
-        }
+        for use_pdl in (False, True):
+            yield {
+                "BLOCK_M": block_m,
+                "BLOCK_N": block_n,
+                "BLOCK_K": 64,
+                "STAGES": stages,
+                "GROUP_M": group_m,
+                "PING_PONG": ping_pong,
+                "NUM_PROGRAMS": NUM_MULTIPROCESSORS,
+                "USE_PDL": use_pdl,
+                "num_warps": 4,
+            }
 
 
-def _matmul_tma(sizes: Sizes) -> Iterator[Schedule]:
+def _matmul_tma(sizes: Sizes, machine: str) -> Iterator[Schedule]:
     shapes = [(128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 64, 64, 4, 5), (128, 128, 64, 4, 4)]
     if sizes.rows <= 256:
         shapes = [(128, 128, 64, 8, 4), (128, 64, 64, 4, 5), *shapes]
     for block_m, block_n, block_k, warps, stages in dict.fromkeys(shapes):
         block_k = block_k * 2 // sizes.element_bytes
-        yield {
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-            "BLOCK_K": block_k,
-            "GROUP_M": 8,
-            "NUM_PROGRAMS": NUM_MULTIPROCESSORS,
-            "num_warps": warps,
-            "num_stages": stages,
-        }
+        for use_pdl in pdl_choices(machine)[::-1]:
+            yield {
+                "BLOCK_M": block_m,
+                "BLOCK_N": block_n,
+                "BLOCK_K": block_k,
+                "GROUP_M": 8,
+                "NUM_PROGRAMS": NUM_MULTIPROCESSORS,
+                "USE_PDL": use_pdl,
+                "num_warps": warps,
+                "num_stages": stages,
+            }
 
 
 # --- attention ----------------------------------------------------------------------------------
@@ -307,12 +356,20 @@ def attention_decode_schedules(
                 yield _attention_decode(block_tokens, number, 128, warps, stages, use_pdl=use_pdl)
     use_pdl = machine in HAS_TMA
     if use_pdl:
-        # Keys and values that are on their way into L2 while the kernel before still runs.
+        # The weights that the next kernel fetches early come after this one's keys and values, and
+        # these are on their way into L2 while the kernel before still runs.
         for block_tokens, warps, stages in shapes[:3]:
             for number in dict.fromkeys((splits, splits * 2)):
-                for prefetch in (128, 256):
+                for prefetch, late in ((0, True), (128, True), (128, False), (256, False)):
                     yield _attention_decode(
-                        block_tokens, number, 128, warps, stages, use_pdl=True, prefetch=prefetch
+                        block_tokens,
+                        number,
+                        128,
+                        warps,
+                        stages,
+                        use_pdl=True,
+                        late=late,
+                        prefetch=prefetch,
                     )
     if programs > NUM_MULTIPROCESSORS:
         # Sequences of uneven length: the long ones alone are cut, so that none runs on by itself.
@@ -342,10 +399,17 @@ def rope_attention_decode_schedules(
         (128, 128, 8, 2),
     ):
         for number in dict.fromkeys((splits, max(1, splits // 2))):
-            early = _attention_decode(
-                block_tokens, number, chunk, warps, stages, use_pdl=machine in HAS_TMA
-            )
-            yield early | {"LOAD_EARLY": True}
+            for late in (False, True) if machine in HAS_TMA else (False,):
+                early = _attention_decode(
+                    block_tokens,
+                    number,
+                    chunk,
+                    warps,
+                    stages,
+                    use_pdl=machine in HAS_TMA,
+                    late=late,
+                )
+                yield early | {"LOAD_EARLY": True}
 
 
 def _attention_decode(
@@ -356,6 +420,7 @@ def _attention_decode(
     stages: int,
     *,
     use_pdl: bool = False,
+    late: bool = False,
     prefetch: int = 0,
 ) -> Schedule:
     return {
@@ -364,6 +429,7 @@ def _attention_decode(
         "MIN_CHUNK_TOKENS": chunk,
         "PREFETCH_TOKENS": prefetch,
         "USE_PDL": use_pdl,
+        "TRIGGER_LATE": late,
         "num_warps": warps,
         "num_stages": stages,
     }

@@ -14,7 +14,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,6 +49,7 @@ from treadle.runtime.verify import TOLERANCES, relative_error
 
 ROUNDS = 15
 QUICK_CANDIDATES = 6  # of each kernel, the likeliest; full times them all
+NEAR = 1.03  # a full search's last look: what came within this of the best step
 Report = Callable[[str], None]
 
 
@@ -185,6 +186,26 @@ class Space:
         self.chosen[key] = 0
         self.defaults[key] = candidates.index(default)
 
+    def all_dependent(self) -> dict[str, int]:
+        """Choose what is chosen now, but launched dependently, with the most fetched early."""
+        return {key: self._dependent(key, index) for key, index in self.chosen.items()}
+
+    def _dependent(self, key: str, current: int) -> int:
+        candidates = self.candidates[key]
+        wanted = candidates[current]
+        likes = [
+            (
+                sum(wanted.schedule.get(name) == value for name, value in schedule.items()),
+                sum(value for name, value in schedule.items() if name.startswith("PREFETCH_")),
+                -index,
+            )
+            for index, schedule in enumerate(candidate.schedule for candidate in candidates)
+            if candidates[index].template == wanted.template and schedule.get("USE_PDL")
+        ]
+        # What is fetched early counts more than one setting in common.
+        best = max(likes, key=lambda like: (like[0] + 1.5 * (like[1] > 0), like[1:]), default=None)
+        return current if best is None else -best[2]
+
     def choose(
         self, op: Op, graph: Graph, where: Situation, candidates: Iterator[Candidate]
     ) -> Candidate:
@@ -266,59 +287,130 @@ def search(
 ) -> tuple[bool, int, int]:
     """Time every candidate of every kernel in the step as it stands; keep the best of each.
 
-    Gives whether it came to its end, and how many timings were made and were known before. Past
-    the deadline what stands stays.
+    One kernel is changed at a time, so a gain that two need to have in common is never found from
+    where neither has it: dependent launch pays when the kernel before lets the next one begin and
+    the next one has something to fetch meanwhile. A full search therefore begins a second time with
+    dependent launch everywhere, keeps the better of both ends, and looks once more at the
+    candidates that came near. Gives whether it came to its end, and how many timings were made and
+    were known before. Past the deadline what stands stays.
     """
-    timed = known = 0
     program = space.identity()
     log.append("started", program=program, **_describe(space), base=choices(space))
-    prepared = False
+    stopwatch = _Logged(space, measure, log, effort, clock)
+    starts = [dict(space.chosen)]
+    if effort.autotune == "full" and space.autotune == "full":
+        starts += [each for each in [space.all_dependent()] if each not in starts]
+    best_ms, ends = float("inf"), dict(space.chosen)
+    finished = True
+    for start in starts:
+        before = {key: tuning.timings for key, tuning in space.tunings.items()}
+        space.chosen = dict(start)
+        finished = finished and _descend(space, stopwatch, report)
+        step_ms = _last_ms(space)
+        if step_ms < best_ms:
+            best_ms, ends = step_ms, dict(space.chosen)
+        elif before:
+            for key, timings in before.items():
+                space.tunings[key].timings = timings
+    space.chosen = ends
+    if finished and len(starts) > 1:
+        finished = _descend(space, stopwatch, report, near=NEAR)
+    if finished:
+        log.append("finished", program=program, winners=choices(space))
+    return finished, stopwatch.timed, stopwatch.known
+
+
+def _last_ms(space: Space) -> float:
+    """Give the step's time as it was last measured: with every choice of a descent."""
+    timings = [tuning.timings for tuning in space.tunings.values() if tuning.timings]
+    return timings[-1][0].step_ms if timings else float("inf")
+
+
+def _descend(space: Space, stopwatch: _Logged, report: Report, near: float = float("inf")) -> bool:
+    """Keep the best candidate of one kernel after the other; say whether time allowed it.
+
+    Only candidates are timed whose last timing came within the factor `near` of the best.
+    """
     for tuning in space.tunings.values():
         candidates = space.candidates[tuning.key]
         if len(candidates) == 1:
             continue
         current = space.chosen[tuning.key]
-        timings: list[Timing] = []
+        last = {(t.template, str(t.schedule)): t.step_ms for t in tuning.timings}
+        limit_ms = near * min(last.values(), default=float("inf"))
+        timings: dict[int, Timing] = {}
         for index, candidate in enumerate(candidates):
+            known_ms = last.get((candidate.template, str(candidate.schedule)), 0.0)
+            if index != current and known_ms > limit_ms:
+                continue
             space.chosen[tuning.key] = index
-            modules = space.modules(space.plan())
-            context = space.context(tuning.key, modules)
-            record = None if effort.again else log.timed(context, modules[tuning.key])
-            if record is not None:
-                known += 1
-            else:
-                if clock() >= effort.deadline_s:
-                    space.chosen[tuning.key] = current
-                    return False, timed, known
-                if not prepared:
-                    measure.prepare(space)
-                    prepared = True
-                timing = measure(space, tuning.key)
-                timed += 1
-                record = log.append(
-                    "timing",
-                    program=program,
-                    key=tuning.key,
-                    context=context,
-                    module=modules[tuning.key],
-                    is_default=index == space.defaults[tuning.key],
-                    **_finite(asdict(timing)),
-                )
-            timings.append(_timing(candidate, record))
+            timing = stopwatch.time(
+                tuning.key, candidate, is_default=index == space.defaults[tuning.key]
+            )
+            if timing is None:
+                space.chosen[tuning.key] = current
+                return False
+            timings[index] = timing
         best = _best(timings, current)
         space.chosen[tuning.key] = best
-        tuning.timings = [timings[best], *(t for i, t in enumerate(timings) if i != best)]
+        others = [t for i, t in timings.items() if i != best]
+        timed = {(t.template, str(t.schedule)) for t in timings.values()}
+        far = [t for t in tuning.timings if (t.template, str(t.schedule)) not in timed]
+        tuning.timings = [timings[best], *others, *far]
         report(
             f"tuned {tuning.kernel} ×{tuning.launches}: {timings[best].step_ms:.4f} ms a step, "
             f"before {timings[current].step_ms:.4f}, {candidates[best].template} "
             f"{candidates[best].schedule}"
         )
-    log.append("finished", program=program, winners=choices(space))
-    return True, timed, known
+    return True
 
 
-def _best(timings: Sequence[Timing], current: int) -> int:
-    best = min(range(len(timings)), key=lambda index: timings[index].step_ms)
+class _Logged:
+    """Time candidates that the log does not know, until the deadline; count both kinds."""
+
+    def __init__(
+        self,
+        space: Space,
+        measure: Measure,
+        log: TimingLog,
+        effort: Effort,
+        clock: Callable[[], float],
+    ) -> None:
+        self.timed = self.known = 0
+        self._space, self._measure, self._log = space, measure, log
+        self._effort, self._clock = effort, clock
+        self._program = space.identity()
+        self._is_prepared = False
+
+    def time(self, key: str, candidate: Candidate, *, is_default: bool) -> Timing | None:
+        """Time the step with what is chosen now, `candidate` for `key`; None past the deadline."""
+        modules = self._space.modules(self._space.plan())
+        context = self._space.context(key, modules)
+        record = None if self._effort.again else self._log.timed(context, modules[key])
+        if record is not None:
+            self.known += 1
+            return _timing(candidate, record)
+        if self._clock() >= self._effort.deadline_s:
+            return None
+        if not self._is_prepared:
+            self._measure.prepare(self._space)
+            self._is_prepared = True
+        timing = self._measure(self._space, key)
+        self.timed += 1
+        record = self._log.append(
+            "timing",
+            program=self._program,
+            key=key,
+            context=context,
+            module=modules[key],
+            is_default=is_default,
+            **_finite(asdict(timing)),
+        )
+        return _timing(candidate, record)
+
+
+def _best(timings: Mapping[int, Timing], current: int) -> int:
+    best = min(timings, key=lambda index: timings[index].step_ms)
     # A gain inside the spread is noise: then what stands stays.
     gain = timings[current].step_ms - timings[best].step_ms
     noise = min(timings[best].spread_ms, 0.002 * timings[best].step_ms)

@@ -26,6 +26,7 @@ SCHEDULE = dict(
     BLOCK_K=64,
     GROUP_M=8,
     NUM_PROGRAMS=132,
+    USE_PDL=False,
     num_warps=8,
     num_stages=4,
 )
@@ -51,11 +52,15 @@ def matmul_tma(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Compute every NUM_PROGRAMS-th tile of BLOCK_M tokens by BLOCK_N features."""
     # Grid: axis 0 programs. Tiles go down GROUP_M tiles of tokens, then to the next features.
     NUM_N: tl.constexpr = triton.cdiv(N, BLOCK_N)
     num_m = tl.cdiv(num_tokens, BLOCK_M)
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for tile in tl.range(tl.program_id(0), num_m * NUM_N, NUM_PROGRAMS):
         first_m = tile // (GROUP_M * NUM_N) * GROUP_M
         group_m = tl.minimum(num_m - first_m, GROUP_M)
@@ -85,6 +90,7 @@ def launch(
     """Compute y of `num_tokens` rows. Descriptors go with the launch: none has to be kept."""
     num_m = triton.cdiv(num_tokens, SCHEDULE["BLOCK_M"])
     num_n = triton.cdiv(SHAPE["N"], SCHEDULE["BLOCK_N"])
+    options = {"launch_pdl": True} if SCHEDULE["USE_PDL"] else {}
     matmul_tma[(min(num_m * num_n, SCHEDULE["NUM_PROGRAMS"]),)](
         TensorDescriptor.from_tensor(x, [SCHEDULE["BLOCK_M"], SCHEDULE["BLOCK_K"]]),
         TensorDescriptor.from_tensor(w, [SCHEDULE["BLOCK_N"], SCHEDULE["BLOCK_K"]]),
@@ -92,5 +98,6 @@ def launch(
         num_tokens,
         **SHAPE,
         **SCHEDULE,
+        **options,
         enable_fp_fusion=True,
     )

@@ -51,6 +51,7 @@ SCHEDULE = dict(
     PREFETCH_TOKENS=0,
     LOAD_EARLY=False,
     USE_PDL=False,
+    TRIGGER_LATE=False,
     num_warps=4,
     num_stages=3,
 )
@@ -144,6 +145,48 @@ def _attend_tile(acc, best, total, q, k, v, live, SCALE_LOG2: tl.constexpr):
 
 
 @triton.jit
+def _add_splits(
+    acc,
+    best,
+    total,
+    partial_out_ptr,
+    partial_lse_ptr,
+    first,
+    num_splits,
+    GROUP_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """Merge the partial results of BLOCK_SPLITS splits into those of the splits before them."""
+    splits = first + tl.arange(0, BLOCK_SPLITS)  # [BLOCK_SPLITS]
+    heads = tl.arange(0, acc.shape[0])
+    dims = tl.arange(0, acc.shape[1])
+    live = (splits < num_splits)[:, None]  # [BLOCK_SPLITS, 1]
+    mask = (heads < GROUP_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_H, BLOCK_D]
+    rows = splits[:, None] * GROUP_HEADS + heads[None, :]  # [BLOCK_SPLITS, BLOCK_H]
+    # Other programs wrote these: `.cg` reads from L2, not from this multiprocessor's own cache.
+    lse = tl.load(
+        partial_lse_ptr + rows,
+        mask=live & (heads < GROUP_HEADS)[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )  # [BLOCK_SPLITS, BLOCK_H]
+    lse = tl.where(live, lse, float("-inf"))  # [BLOCK_SPLITS, BLOCK_H]
+    partial = tl.load(
+        partial_out_ptr + rows[:, :, None] * HEAD_DIM + dims[None, None, :],
+        mask=live[:, :, None] & mask[None, :, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )  # [BLOCK_SPLITS, BLOCK_H, BLOCK_D]
+    new_best = tl.maximum(best, tl.max(lse, 0))  # [BLOCK_H]
+    rescale = tl.exp2(best - new_best)  # [BLOCK_H]
+    weights = tl.exp2(lse - new_best[None, :])  # [BLOCK_SPLITS, BLOCK_H]
+    total = total * rescale + tl.sum(weights, 0)  # [BLOCK_H]
+    update = tl.sum(partial * weights[:, :, None], 0)  # [BLOCK_H, BLOCK_D]
+    return acc * rescale[:, None] + update, new_best, total
+
+
+@triton.jit
 def _combine_splits(
     partial_out_ptr,
     partial_lse_ptr,
@@ -152,45 +195,49 @@ def _combine_splits(
     GROUP_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ):
     """Merge the partial results of one sequence and KV head, in the order of the splits."""
     BLOCK_H: tl.constexpr = triton.next_power_of_2(GROUP_HEADS)
-    # One program merges while the others are done: what counts is latency, not bandwidth. Tiles of
-    # 2048 values, three of them in flight, read a dozen splits in about the time of one.
+    # One program merges while the others are done: what counts is latency, not bandwidth. All
+    # splits are read at once where registers hold them, else 2048 values at a time, three of these
+    # tiles in flight.
     TILE_SIZE: tl.constexpr = BLOCK_H * BLOCK_D
-    BLOCK_SPLITS: tl.constexpr = 2048 // TILE_SIZE if TILE_SIZE < 2048 else 1
-    heads = tl.arange(0, BLOCK_H)
-    dims = tl.arange(0, BLOCK_D)
-    mask = (heads < GROUP_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_H, BLOCK_D]
     best = tl.full((BLOCK_H,), float("-inf"), tl.float32)  # [BLOCK_H]
     total = tl.zeros((BLOCK_H,), tl.float32)  # [BLOCK_H]
     acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)  # [BLOCK_H, BLOCK_D]
-    for first in tl.range(0, num_splits, BLOCK_SPLITS, num_stages=4):
-        splits = first + tl.arange(0, BLOCK_SPLITS)  # [BLOCK_SPLITS]
-        live = (splits < num_splits)[:, None]  # [BLOCK_SPLITS, 1]
-        rows = splits[:, None] * GROUP_HEADS + heads[None, :]  # [BLOCK_SPLITS, BLOCK_H]
-        # Other programs wrote these: `.cg` reads from L2, not from this multiprocessor's own cache.
-        lse = tl.load(
-            partial_lse_ptr + rows,
-            mask=live & (heads < GROUP_HEADS)[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )  # [BLOCK_SPLITS, BLOCK_H]
-        lse = tl.where(live, lse, float("-inf"))  # [BLOCK_SPLITS, BLOCK_H]
-        partial = tl.load(
-            partial_out_ptr + rows[:, :, None] * HEAD_DIM + dims[None, None, :],
-            mask=live[:, :, None] & mask[None, :, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )  # [BLOCK_SPLITS, BLOCK_H, BLOCK_D]
-        new_best = tl.maximum(best, tl.max(lse, 0))  # [BLOCK_H]
-        rescale = tl.exp2(best - new_best)  # [BLOCK_H]
-        weights = tl.exp2(lse - new_best[None, :])  # [BLOCK_SPLITS, BLOCK_H]
-        total = total * rescale + tl.sum(weights, 0)  # [BLOCK_H]
-        update = tl.sum(partial * weights[:, :, None], 0)  # [BLOCK_H, BLOCK_D]
-        acc = acc * rescale[:, None] + update  # [BLOCK_H, BLOCK_D]
-        best = new_best  # [BLOCK_H]
+    if MAX_SPLITS * TILE_SIZE <= 8192:
+        acc, best, total = _add_splits(
+            acc,
+            best,
+            total,
+            partial_out_ptr,
+            partial_lse_ptr,
+            0,
+            num_splits,
+            GROUP_HEADS,
+            HEAD_DIM,
+            triton.next_power_of_2(MAX_SPLITS),
+        )
+    else:
+        BLOCK_SPLITS: tl.constexpr = 2048 // TILE_SIZE if TILE_SIZE < 2048 else 1
+        for first in tl.range(0, num_splits, BLOCK_SPLITS, num_stages=4):
+            acc, best, total = _add_splits(
+                acc,
+                best,
+                total,
+                partial_out_ptr,
+                partial_lse_ptr,
+                first,
+                num_splits,
+                GROUP_HEADS,
+                HEAD_DIM,
+                BLOCK_SPLITS,
+            )
     acc = acc / total[:, None]  # [BLOCK_H, BLOCK_D]
+    heads = tl.arange(0, BLOCK_H)
+    dims = tl.arange(0, BLOCK_D)
+    mask = (heads < GROUP_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_H, BLOCK_D]
     offsets = heads[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_H, BLOCK_D]
     tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -230,6 +277,7 @@ def rope_attention_decode(
     PREFETCH_TOKENS: tl.constexpr,
     LOAD_EARLY: tl.constexpr,
     USE_PDL: tl.constexpr,
+    TRIGGER_LATE: tl.constexpr,
 ):
     # Grid: axis 0 = KV head, axis 1 = sequence, axis 2 = split of the sequence's older tokens.
     kv_head = tl.program_id(0)
@@ -242,7 +290,7 @@ def rope_attention_decode(
     BLOCK_D: tl.constexpr = 16 if HEAD_DIM < 16 else triton.next_power_of_2(HEAD_DIM)
     # Scores are kept in units of log2: each exponential is then one exp2 of one multiply-add.
     SCALE_LOG2: tl.constexpr = SCALE * 1.4426950408889634
-    if USE_PDL:
+    if USE_PDL and not TRIGGER_LATE:
         tl.extra.cuda.gdc_launch_dependents()
 
     # Rows, lengths, pages and older keys and values are older than the kernel before this one,
@@ -360,6 +408,9 @@ def rope_attention_decode(
         page = _load_page(pages_ptr, tile_start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
         acc, best, total = _attend_tile(acc, best, total, q, k, v, tokens < stop, SCALE_LOG2)
 
+    if USE_PDL and TRIGGER_LATE:
+        # The dependents' weights would have come in the way of this kernel's keys and values.
+        tl.extra.cuda.gdc_launch_dependents()
     offsets = heads[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_H, BLOCK_D]
     out_ptr += (seq * NUM_HEADS + kv_head * GROUP_HEADS) * HEAD_DIM
     # A padding sequence read nothing: its zeros are divided by one.
@@ -387,6 +438,7 @@ def rope_attention_decode(
                 GROUP_HEADS,
                 HEAD_DIM,
                 BLOCK_D,
+                MAX_SPLITS,
             )
             tl.store(counters_ptr + group, 0)
 

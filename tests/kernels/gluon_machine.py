@@ -1,13 +1,15 @@
 """Run a warp-specialised Gluon module on threads and numpy: its barriers and its order of stages.
 
-Gluon has no interpreter. This one knows just what `matmul_gluon` uses: a group of warps is one
-thread, a fetch happens some time after it is asked for, a product reads its stage as late as its
-wait allows, so that a stage filled too early gives a wrong result and a missing arrival a time-out.
+Gluon has no interpreter. This one knows just what `matmul_gluon` and `matmul_stream` use: a group
+of warps is one thread, a fetch happens some time after it is asked for, a product reads its stage
+as late as its wait allows, so that a stage filled too early gives a wrong result and a missing
+arrival a time-out.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import random
 import sys
 import threading
@@ -44,6 +46,9 @@ class Memory:
     def store(self, value: np.ndarray) -> None:
         self.array[...] = value
 
+    def load(self, layout: Any) -> np.ndarray:
+        return self.array.astype(np.float32)
+
 
 class Barriers:
     """Barriers that count arrivals and bytes, and flip a phase when both are complete."""
@@ -77,11 +82,12 @@ class Mbarrier:
         bar.count = bar.pending = count
 
     @staticmethod
-    def expect(bar: Barrier, size: int) -> None:
-        with bar.changed:
-            bar.missing_bytes += size
-            bar.pending -= 1
-            bar.settle()
+    def expect(bar: Barrier, size: int, pred: bool = True) -> None:
+        if pred:
+            with bar.changed:
+                bar.missing_bytes += size
+                bar.pending -= 1
+                bar.settle()
 
     @staticmethod
     def arrive(bar: Barrier, count: int, pred: bool = True) -> None:
@@ -122,11 +128,33 @@ def finish_products(pending: int, deps: tuple[Accumulator]) -> Any:
     return acc if pending else acc.value.view(Result)
 
 
+def multiply_at_once(x: np.ndarray, w: np.ndarray, acc: np.ndarray) -> np.ndarray:
+    return acc + x @ w
+
+
 class Result(np.ndarray):
-    """Results in registers."""
+    """Values in registers."""
 
     def to(self, dtype: Any) -> np.ndarray:
         return np.asarray(self)
+
+
+class Pointer:
+    """A tensor as a kernel sees it: its elements, addressed by offsets."""
+
+    def __init__(self, tensor: torch.Tensor, offsets: Any = 0) -> None:
+        self.tensor, self.offsets = tensor, offsets
+        self.dtype = types.SimpleNamespace(element_ty=tensor.dtype)
+
+    def __add__(self, offsets: Any) -> Pointer:
+        return Pointer(self.tensor, self.offsets + offsets)
+
+
+def write(address: Pointer, values: np.ndarray, mask: np.ndarray) -> None:
+    inside = np.broadcast_to(np.asarray(mask), values.shape)
+    offsets = np.broadcast_to(np.asarray(address.offsets), values.shape)[inside]
+    written = torch.from_numpy(np.ascontiguousarray(values[inside]))
+    address.tensor.view(-1)[torch.from_numpy(offsets)] = written.to(address.tensor.dtype)
 
 
 class Descriptor:
@@ -147,7 +175,12 @@ class Descriptor:
         return found, (slice(0, found.shape[0]), slice(0, found.shape[1]))
 
 
-def fetch(desc: Descriptor, place: list[int], bar: Barrier, stage: Memory) -> None:
+def fetch(
+    desc: Descriptor, place: list[int], bar: Barrier, stage: Memory, pred: bool = True
+) -> None:
+    if not pred:
+        return
+
     def deliver() -> None:
         time.sleep(random.random() * 1e-4)
         found, inside = desc.window(place)
@@ -169,7 +202,7 @@ class Machine:
     """One program at a time, each with a thread per group of warps."""
 
     def __init__(self) -> None:
-        self.program = self.num_programs = 0
+        self.program, self.num_programs = (0, 0), (1, 1)
 
     def specialise(self, parts: list[tuple[Callable, tuple]], *_: Any) -> None:
         errors: list[BaseException] = []
@@ -206,15 +239,24 @@ class Machine:
             constexpr=object,
             float32="f32",
             int64="i64",
-            zeros=lambda shape, dtype, layout: np.zeros(shape, np.float32),
+            int32="i32",
+            zeros=lambda shape, dtype, layout: np.zeros(shape, np.float32).view(Result),
+            arange=lambda first, last, layout: np.arange(first, last).view(Result),
+            convert_layout=lambda values, layout: values,
+            store=write,
             static_range=range,
             minimum=min,
-            program_id=lambda axis: self.program,
-            num_programs=lambda axis: self.num_programs,
+            num_warps=lambda: 4,
+            inline_asm_elementwise=nothing,
+            program_id=lambda axis: self.program[axis],
+            num_programs=lambda axis: self.num_programs[axis],
             allocate_shared_memory=self.allocate,
             warp_specialize=self.specialise,
             NVMMADistributedLayout=nothing,
             NVMMASharedLayout=nothing,
+            DotOperandLayout=nothing,
+            BlockedLayout=nothing,
+            SliceLayout=nothing,
             barrier=nothing,
         )
         tma = types.SimpleNamespace(async_load=fetch, async_store=send, store_wait=nothing)
@@ -227,11 +269,14 @@ class Machine:
             warpgroup_mma_wait=finish_products,
             TensorDescriptor=Descriptor,
         )
+        ampere = types.ModuleType("ampere")
+        vars(ampere).update(mma_v2=multiply_at_once)
         gluon = types.ModuleType(base)
         vars(gluon).update(jit=self.jit, language=language)
         return {
             base: gluon,
             f"{base}.language": language,
+            f"{base}.language.nvidia.ampere": ampere,
             f"{base}.language.nvidia.hopper": hopper,
             f"{base}.nvidia.hopper": hopper,
         }
@@ -266,10 +311,17 @@ class Kernel:
     def __call__(self, *arguments: Any) -> Any:
         return self.function(*arguments)
 
-    def __getitem__(self, grid: tuple[int]) -> Callable:
-        def launch(*arguments: Any, num_warps: int, enable_fp_fusion: bool, **named: Any) -> None:
-            self.machine.num_programs = grid[0]
-            for self.machine.program in range(grid[0]):
-                self.function(*arguments, **named)
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        def launch(
+            *arguments: Any,
+            num_warps: int,
+            enable_fp_fusion: bool,
+            launch_pdl: bool = False,
+            **named: Any,
+        ) -> None:
+            values = [Pointer(v) if isinstance(v, torch.Tensor) else v for v in arguments]
+            self.machine.num_programs = sizes = (*grid, 1)[:2]
+            for self.machine.program in itertools.product(*map(range, sizes)):
+                self.function(*values, **named)
 
         return launch

@@ -13,7 +13,7 @@ from treadle.kernels.epilogue import TILES
 from .linear_cases import Case, emit_case
 
 SPLIT = ("matmul_skinny", "matmul_skinny_tma")
-HOPPER_ONLY = ("matmul_tma", "matmul_skinny_tma", "matmul_gluon")
+HOPPER_ONLY = ("matmul_tma", "matmul_skinny_tma", "matmul_gluon", "matmul_stream")
 # Bytes of shared memory that one program may have.
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 
@@ -42,13 +42,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         "ampere": write_job(folder, "matmul", "bias add", "sm_80", 512, BLOCK_M=64, num_warps=4),
         "amd": write_job(folder, "matmul_skinny", "glu", "gfx942", 16, SPLIT_K=2, num_stages=2),
         "tma": write_job(folder, "matmul_skinny_tma", "glu", "sm_90", 32, USE_PDL=True, SPLIT_K=2),
-        "gluon": write_job(folder, "matmul_gluon", "glu", "sm_90", 512),
+        "gluon": write_job(folder, "matmul_gluon", "glu", "sm_90", 512, USE_PDL=True),
+        "stream": write_job(folder, "matmul_stream", "glu", "sm_90", 8, USE_PDL=True),
     }
     found = {outcome.job: outcome for outcome in compile_many(list(jobs.values()))}
     return {name: found[job] for name, job in jobs.items()}
 
 
-@pytest.mark.parametrize("name", ["gemv", "ampere", "amd", "tma", "gluon"])
+@pytest.mark.parametrize("name", ["gemv", "ampere", "amd", "tma", "gluon", "stream"])
 def test_kernel_compiles_without_spills(outcomes: dict[str, Outcome], name: str) -> None:
     outcome = outcomes[name]
     assert not outcome.error, outcome.error

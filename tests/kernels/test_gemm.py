@@ -126,14 +126,14 @@ def test_zero_rows_stay_finite_under_a_norm(rng_seed: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "N", "K", "programs", "stages", "ping_pong"),
+    ("num_tokens", "N", "K", "programs", "stages", "ping_pong", "use_pdl"),
     [
-        (40, 96, 80, 3, 3, False),
-        (40, 96, 80, 3, 3, True),
-        (70, 64, 16, 2, 2, True),
-        (9, 128, 144, 5, 4, True),
-        (1, 32, 64, 1, 2, False),
-        (33, 160, 48, 2, 5, True),
+        (40, 96, 80, 3, 3, False, False),
+        (40, 96, 80, 3, 3, True, True),
+        (70, 64, 16, 2, 2, True, True),
+        (9, 128, 144, 5, 4, True, False),
+        (1, 32, 64, 1, 2, False, True),
+        (33, 160, 48, 2, 5, True, True),
     ],
 )
 def test_gluon_warps_agree_on_stages(
@@ -143,6 +143,7 @@ def test_gluon_warps_agree_on_stages(
     programs: int,
     stages: int,
     ping_pong: bool,
+    use_pdl: bool,
     rng_seed: int,
     tmp_path: Path,
 ) -> None:
@@ -157,6 +158,7 @@ def test_gluon_warps_agree_on_stages(
         GROUP_M=2,
         PING_PONG=ping_pong,
         NUM_PROGRAMS=programs,
+        USE_PDL=use_pdl,
     )
     tensors = make_inputs(case, num_tokens, rng_seed)
     path = tmp_path / "kernel.py"
@@ -166,3 +168,44 @@ def test_gluon_warps_agree_on_stages(
     launch(tensors["x"], tensors["@layers.0.weight"], y, num_tokens)
     assert y[num_tokens:].isnan().all()
     assert_matches(y[:num_tokens], expected(case, tensors), torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "N", "K", "stages", "use_pdl"),
+    [(1, 96, 80, 3, True), (17, 64, 16, 4, False), (9, 160, 144, 2, True), (33, 32, 64, 4, True)],
+)
+def test_a_streamed_weight_is_read_in_the_order_it_arrives(
+    num_tokens: int, N: int, K: int, stages: int, use_pdl: bool, rng_seed: int, tmp_path: Path
+) -> None:
+    case = Case(N=N, K=K, dtype="f16")
+    sizes = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 16}
+    text, _ = emit_case("matmul_stream", case, **sizes, STAGES=stages, USE_PDL=use_pdl)
+    tensors = make_inputs(case, num_tokens, rng_seed)
+    path = tmp_path / "kernel.py"
+    path.write_text(text)
+    y = torch.full((num_tokens + 3, N), torch.nan, dtype=torch.float16)
+    launch = Machine().load(path)["launch"]
+    launch(tensors["x"], tensors["@layers.0.weight"], y, num_tokens)
+    assert y[num_tokens:].isnan().all()
+    assert_matches(y[:num_tokens], expected(case, tensors), torch.float16)
+
+
+@pytest.mark.parametrize("form", ["", "bias add", "glu", "f32"])
+@pytest.mark.parametrize("num_tokens", [1, 8, 33])
+def test_a_gpu_streams_what_the_reference_computes(
+    form: str, num_tokens: int, device: str, rng_seed: int, tmp_path: Path
+) -> None:
+    if device == "cpu":
+        pytest.skip("needs an NVIDIA GPU of compute capability 9.0: run with --device cuda")
+    case = Case(form, N=1056, K=520, dtype="bf16", interleave=16)
+    block_m = 16 if num_tokens <= 16 else 64
+    text, fused = emit_case("matmul_stream", case, BLOCK_M=block_m, BLOCK_N=32, USE_PDL=True)
+    tensors = make_inputs(case, num_tokens, rng_seed)
+    wanted = expected(case, tensors)
+    on_gpu = {name: tensor.cuda() for name, tensor in tensors.items()}
+    dtype = torch.float32 if case.has("f32") else torch.bfloat16
+    y = torch.full((num_tokens + 3, case.width), torch.nan, dtype=dtype, device="cuda")
+    launch = load_text(text, tmp_path).launch
+    launch(*(on_gpu[name] for name in fused.inputs), y, num_tokens)
+    assert y[num_tokens:].isnan().all()
+    torch.testing.assert_close(y[:num_tokens].float().cpu(), wanted, atol=3e-2, rtol=2e-2)

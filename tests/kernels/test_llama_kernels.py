@@ -108,20 +108,9 @@ def _joined(machine: str) -> tuple[planner.Plan, compiler.Compilation]:
         compilation.fused,
         ENGINE,
         architecture=machine,
-        form_of=lambda rows: f"{planner.decode_form(rows)}.joined",
+        form_of=lambda rows: f"{planner.decode_form(rows).removesuffix('.joined')}.joined",
     )
     return plan, compilation
-
-
-def test_the_kernel_that_appends_and_attends_is_as_its_golden(
-    golden: Callable[[str], Golden],
-) -> None:
-    plan, _ = _joined("sm_90")
-    texts = {n: plan.modules[m] for m, n in _first_uses(plan).items() if "attention.decode" in n}
-    name = "rope__kv_write__attention.decode_1"
-    assert texts[name] == golden(f"triton/{name}.py")
-    # Other buckets differ in their splits only.
-    assert all(other.startswith("rope__kv_write__attention.") for other in texts)
 
 
 @pytest.mark.parametrize("machine", MACHINES)

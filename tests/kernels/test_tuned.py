@@ -163,7 +163,11 @@ def test_every_shipped_choice_is_used_by_a_model_of_the_benchmarks(path: Path) -
             where = Situation(dims, step, "cuda", "sm_90")
             form = decode_form(int(rows)) if step == "decode" else step
             authored = build_graph(model, step=step, dtype="bf16", page_size=64)
-            graph, _ = run_passes(authored, few_tokens=form == "decode.few")
+            graph, _ = run_passes(
+                authored,
+                few_tokens=form.startswith("decode.few"),
+                joined=form.endswith(".joined"),
+            )
             for op in graph.ops:
                 key = tuning_key(next(lower(op, graph, where)), op, graph, where)
                 if key in table.choices and key not in found:

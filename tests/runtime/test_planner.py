@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ir.toy import CONFIG
-from treadle.kernels.schedule import GEMV_ROWS
+from treadle.kernels.schedule import GEMV_ROWS, JOINED_ROWS
 from treadle.models.config import from_hf
 from treadle.runtime.compiler import Compilation, build
 from treadle.runtime.config import EngineConfig, decode_buckets, mixed_buckets
@@ -54,9 +54,9 @@ def test_every_bucket_has_its_program_in_the_form_meant_for_it() -> None:
     assert [(p.step, p.bucket, p.form) for p in plan.programs] == [*decode, *mixed]
 
 
-def test_norms_are_folded_into_linears_only_as_far_as_a_gemv_goes() -> None:
-    assert decode_form(GEMV_ROWS) == "decode.few"
-    assert decode_form(GEMV_ROWS + 1) == "decode"
+def test_norms_are_folded_and_attention_joined_only_as_far_as_it_pays() -> None:
+    assert decode_form(1) == "decode.few.joined"
+    assert decode_form(max(GEMV_ROWS, JOINED_ROWS) + 1) == "decode"
 
 
 def test_a_program_launches_the_ops_of_its_graph_in_order() -> None:

@@ -3,7 +3,8 @@
 Covers:
   product = linear(x, weight)
 
-Schedule: BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=3
+Schedule: BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, USE_PDL=False, num_warps=8,
+  num_stages=3
 """
 
 import torch
@@ -11,7 +12,15 @@ import triton
 import triton.language as tl
 
 SHAPE = dict(N=6144, K=4096, N_OUT=6144)
-SCHEDULE = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=3)
+SCHEDULE = dict(
+    BLOCK_M=128,
+    BLOCK_N=128,
+    BLOCK_K=64,
+    GROUP_M=8,
+    USE_PDL=False,
+    num_warps=8,
+    num_stages=3,
+)
 
 
 @triton.jit
@@ -36,6 +45,7 @@ def matmul(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Compute one tile of BLOCK_M tokens by BLOCK_N features."""
     # Grid: axis 0 tiles, down GROUP_M tiles of tokens before the next block of features.
@@ -57,6 +67,9 @@ def matmul(
     w_ptrs = w_tile_ptr + tl.arange(0, BLOCK_N)[None, :] * K + lane[:, None]  # [BLOCK_K, BLOCK_N]
     w_mask = below(feature, N, BLOCK_N)  # [1, BLOCK_N]
 
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
     for start in range(0, K, BLOCK_K):
         k_mask = below(start + lane, K, BLOCK_K)  # [BLOCK_K]
@@ -81,6 +94,7 @@ def launch(
     """Compute y of `num_tokens` rows."""
     num_m = triton.cdiv(num_tokens, SCHEDULE["BLOCK_M"])
     num_n = triton.cdiv(SHAPE["N"], SCHEDULE["BLOCK_N"])
+    options = {"launch_pdl": True} if SCHEDULE["USE_PDL"] else {}
     matmul[(num_m * num_n,)](
         x,
         w,
@@ -88,5 +102,6 @@ def launch(
         num_tokens,
         **SHAPE,
         **SCHEDULE,
+        **options,
         enable_fp_fusion=True,
     )

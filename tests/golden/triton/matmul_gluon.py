@@ -4,7 +4,7 @@ Covers:
   product = linear(x, weight)
 
 Schedule: BLOCK_M=64, BLOCK_N=256, BLOCK_K=64, STAGES=3, GROUP_M=8, PING_PONG=False,
-  NUM_PROGRAMS=132, num_warps=4
+  NUM_PROGRAMS=132, USE_PDL=False, num_warps=4
 """
 
 import torch
@@ -29,6 +29,7 @@ SCHEDULE = dict(
     GROUP_M=8,
     PING_PONG=False,
     NUM_PROGRAMS=132,
+    USE_PDL=False,
     num_warps=4,
 )
 
@@ -36,6 +37,22 @@ SCHEDULE = dict(
 fetch_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 sync_group = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.jit
+def wait_for_producer():
+    """Wait until the kernels before this one have ended and their results can be read."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def let_dependents_begin():
+    """Let the next kernel's programs take their places as this one's leave."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -58,6 +75,7 @@ def produce(
     N: gl.constexpr,
     K: gl.constexpr,
     GROUP_M: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):
     """Fetch the tiles of x and w in the order in which the consumers want them."""
     STAGES: gl.constexpr = w_ring.shape[0]
@@ -67,6 +85,15 @@ def produce(
     BLOCK_K: gl.constexpr = w_ring.shape[2]
     NUM_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STAGE_BYTES: gl.constexpr = (SHARES * BLOCK_M + BLOCK_N) * BLOCK_K * 2
+    NUM_K: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    EARLY: gl.constexpr = (STAGES if STAGES < NUM_K else NUM_K) if USE_PDL else 0
+    if USE_PDL:
+        _, pid_n = tile_place(gl.program_id(0), num_m, NUM_N, GROUP_M)
+        for k in range(EARLY):
+            mbarrier.expect(full.index(k), STAGE_BYTES)
+            fetch_tile(w_desc, [pid_n * BLOCK_N, k * BLOCK_K], full.index(k), w_ring.index(k))
+        wait_for_producer()
+        let_dependents_begin()
     step = 0
     for tile in range(gl.program_id(0), num_m * NUM_N, gl.num_programs(0)):
         pid_m, pid_n = tile_place(tile, num_m, NUM_N, GROUP_M)
@@ -74,8 +101,9 @@ def produce(
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
             ready = full.index(slot)
-            mbarrier.expect(ready, STAGE_BYTES)
-            fetch_tile(w_desc, [pid_n * BLOCK_N, k], ready, w_ring.index(slot))
+            more = step >= EARLY
+            mbarrier.expect(ready, STAGE_BYTES, pred=more)
+            fetch_tile(w_desc, [pid_n * BLOCK_N, k], ready, w_ring.index(slot), pred=more)
             for share in gl.static_range(SHARES):
                 row = (pid_m * SHARES + share) * BLOCK_M
                 fetch_tile(x_desc, [row, k], ready, x_ring.index(slot * SHARES + share))
@@ -175,6 +203,7 @@ def matmul_gluon(
     GROUP_M: gl.constexpr,
     PING_PONG: gl.constexpr,
     NUM_PROGRAMS: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):
     """Compute every NUM_PROGRAMS-th tile with one producer and two consumers."""
     # Grid: axis 0 programs; each takes every NUM_PROGRAMS-th tile.
@@ -240,7 +269,10 @@ def matmul_gluon(
                     PING_PONG,
                 ),
             ),
-            (produce, (x_desc, w_desc, x_ring, w_ring, full, empty, num_m, N, K, GROUP_M)),
+            (
+                produce,
+                (x_desc, w_desc, x_ring, w_ring, full, empty, num_m, N, K, GROUP_M, USE_PDL),
+            ),
         ],
         [4, 1],
         [240, 24],
@@ -266,6 +298,7 @@ def launch(
     num_m = triton.cdiv(num_tokens, block_m * (1 if SCHEDULE["PING_PONG"] else 2))
     num_n = triton.cdiv(SHAPE["N"], block_n)
     out_n = block_n * SHAPE["N_OUT"] // SHAPE["N"]
+    options = {"launch_pdl": True} if SCHEDULE["USE_PDL"] else {}
     matmul_gluon[(min(num_m * num_n, SCHEDULE["NUM_PROGRAMS"]),)](
         describe(x, [block_m, SCHEDULE["BLOCK_K"]]),
         describe(w, [block_n, SCHEDULE["BLOCK_K"]]),
@@ -273,5 +306,6 @@ def launch(
         num_tokens,
         **SHAPE,
         **SCHEDULE,
+        **options,
         enable_fp_fusion=True,
     )

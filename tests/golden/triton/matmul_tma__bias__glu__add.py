@@ -3,8 +3,8 @@
 Covers:
   product = linear(x, weight)
 
-Schedule: BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, NUM_PROGRAMS=132, num_warps=8,
-  num_stages=4
+Schedule: BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, NUM_PROGRAMS=132, USE_PDL=False,
+  num_warps=8, num_stages=4
 """
 
 import torch
@@ -19,6 +19,7 @@ SCHEDULE = dict(
     BLOCK_K=64,
     GROUP_M=8,
     NUM_PROGRAMS=132,
+    USE_PDL=False,
     num_warps=8,
     num_stages=4,
 )
@@ -40,11 +41,15 @@ def matmul_tma__bias__glu__add(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Compute every NUM_PROGRAMS-th tile of BLOCK_M tokens by BLOCK_N features."""
     # Grid: axis 0 programs. Tiles go down GROUP_M tiles of tokens, then to the next features.
     NUM_N: tl.constexpr = triton.cdiv(N, BLOCK_N)
     num_m = tl.cdiv(num_tokens, BLOCK_M)
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for tile in tl.range(tl.program_id(0), num_m * NUM_N, NUM_PROGRAMS):
         first_m = tile // (GROUP_M * NUM_N) * GROUP_M
         group_m = tl.minimum(num_m - first_m, GROUP_M)
@@ -90,6 +95,7 @@ def launch(
     """Compute y of `num_tokens` rows. Descriptors go with the launch: none has to be kept."""
     num_m = triton.cdiv(num_tokens, SCHEDULE["BLOCK_M"])
     num_n = triton.cdiv(SHAPE["N"], SCHEDULE["BLOCK_N"])
+    options = {"launch_pdl": True} if SCHEDULE["USE_PDL"] else {}
     matmul_tma__bias__glu__add[(min(num_m * num_n, SCHEDULE["NUM_PROGRAMS"]),)](
         TensorDescriptor.from_tensor(x, [SCHEDULE["BLOCK_M"], SCHEDULE["BLOCK_K"]]),
         TensorDescriptor.from_tensor(w, [SCHEDULE["BLOCK_N"], SCHEDULE["BLOCK_K"]]),
@@ -99,5 +105,6 @@ def launch(
         num_tokens,
         **SHAPE,
         **SCHEDULE,
+        **options,
         enable_fp_fusion=True,
     )

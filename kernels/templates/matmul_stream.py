@@ -1,0 +1,162 @@
+"""Multiply 1 to 64 rows by a weight that streams through shared memory: y = x @ w.T.
+
+Each program owns BLOCK_N features and all of K, so nothing is summed up between programs. The bulk
+copy engine (TMA) keeps STAGES tiles of w and x on their way; the tiles of w, which depend on
+nothing, fill the ring before the kernel waits for the producer of x. Tokens are the left operand
+of warp-level tensor-core products (16 x 8 x 16), which allow a narrow block of features.
+Written in Gluon, the part of Triton that leaves layouts and barriers to the author.
+
+Shapes (T tokens, N rows of the weight, K features in, N_OUT features out):
+  x  [T, K]: contiguous, 16-bit, rows a multiple of 16 bytes
+  w  [N, K]: contiguous, 16-bit, rows a multiple of 16 bytes
+  y  [T, N_OUT]: contiguous
+
+Grid: (block of BLOCK_N features, block of BLOCK_M tokens).
+Bound by reading w once. Needs compute capability 9.0 or newer.
+"""
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+SHAPE = dict(N=4096, K=4096, N_OUT=4096)
+SCHEDULE = dict(
+    BLOCK_M=16,
+    BLOCK_N=32,
+    BLOCK_K=256,
+    STAGES=4,
+    USE_PDL=False,
+    num_warps=4,
+)
+
+# Two names that changed between Triton 3.6 and 3.9.
+fetch_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+sync_group = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.jit
+def wait_for_producer():
+    """Wait until the kernels before this one have ended and their results can be read."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def let_dependents_begin():
+    """Let the next kernel's programs take their places as this one's leave."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def EPILOGUE(acc, first_token, first_feature):
+    """Turn results f32[BLOCK_M, BLOCK_N] into outputs."""
+    return acc
+
+
+@gluon.jit(do_not_specialize=["num_tokens"])
+def matmul_stream(
+    x_desc,
+    w_desc,
+    y_ptr,
+    num_tokens,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    N_OUT: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    USE_PDL: gl.constexpr,
+):
+    """Compute BLOCK_N features of BLOCK_M tokens."""
+    # Grid: axis 0 blocks of features, axis 1 blocks of tokens.
+    pid_n = gl.program_id(0)
+    first_token = gl.program_id(1) * BLOCK_M
+    NUM_K: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    AHEAD: gl.constexpr = STAGES if STAGES < NUM_K else NUM_K
+    STAGE_BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * 2
+    OUT_N: gl.constexpr = BLOCK_N * N_OUT // N
+    WARPS: gl.constexpr = gl.num_warps()
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[1, WARPS], instr_shape=[16, 8]
+    )
+    x_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    w_layout: gl.constexpr = gl.DotOperandLayout(1, acc_layout, 2)
+    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
+    w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    fence_async_shared()
+    sync_group()
+
+    for k in range(AHEAD):
+        mbarrier.expect(full.index(k), STAGE_BYTES)
+        fetch_tile(w_desc, [pid_n * BLOCK_N, k * BLOCK_K], full.index(k), w_ring.index(k))
+    if USE_PDL:
+        wait_for_producer()
+        let_dependents_begin()
+    for k in range(AHEAD):
+        fetch_tile(x_desc, [first_token, k * BLOCK_K], full.index(k), x_ring.index(k))
+
+    acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=acc_layout)  # [BLOCK_M, BLOCK_N]
+    for k in range(NUM_K):
+        stage = k % STAGES
+        ready = full.index(stage)
+        mbarrier.wait(ready, (k // STAGES) & 1)
+        x = x_ring.index(stage).load(x_layout)  # [BLOCK_M, BLOCK_K]
+        w = w_ring.index(stage).permute((1, 0)).load(w_layout)  # [BLOCK_K, BLOCK_N]
+        # All warps have read the stage: it may be filled again.
+        sync_group()
+        more = k + STAGES < NUM_K
+        next_k = (k + STAGES) * BLOCK_K
+        mbarrier.expect(ready, STAGE_BYTES, pred=more)
+        fetch_tile(w_desc, [pid_n * BLOCK_N, next_k], ready, w_ring.index(stage), pred=more)
+        fetch_tile(x_desc, [first_token, next_k], ready, x_ring.index(stage), pred=more)
+        acc = mma_v2(x, w, acc)
+
+    y = EPILOGUE(acc, first_token, pid_n * BLOCK_N)
+    # Pairs of features a thread, rows side by side.
+    PER_ROW: gl.constexpr = OUT_N // 2 if OUT_N < 64 else 32
+    y_layout: gl.constexpr = gl.BlockedLayout([1, 2], [32 // PER_ROW, PER_ROW], [WARPS, 1], [1, 0])
+    y = gl.convert_layout(y.to(y_ptr.dtype.element_ty), y_layout)  # [BLOCK_M, OUT_N]
+    row = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, y_layout))
+    column = pid_n * OUT_N + gl.arange(0, OUT_N, layout=gl.SliceLayout(0, y_layout))
+    offsets = row.to(gl.int64)[:, None] * N_OUT + column[None, :]  # [BLOCK_M, OUT_N]
+    inside = (row < num_tokens)[:, None] & (column < N_OUT)[None, :]  # [BLOCK_M, OUT_N]
+    gl.store(y_ptr + offsets, y, mask=inside)
+
+
+def describe(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """Describe blocks of a matrix to the bulk copy engine."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor.from_tensor(tensor, block, layout)
+
+
+def launch(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    num_tokens: int,
+) -> None:
+    """Compute y of `num_tokens` rows. Descriptors go with the launch: none has to be kept."""
+    block_m, block_n, block_k = (SCHEDULE[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+    grid = (triton.cdiv(SHAPE["N"], block_n), triton.cdiv(num_tokens, block_m))
+    options = {"launch_pdl": True} if SCHEDULE["USE_PDL"] else {}
+    matmul_stream[grid](
+        describe(x[:num_tokens], [block_m, block_k]),
+        describe(w, [block_n, block_k]),
+        y,
+        num_tokens,
+        **SHAPE,
+        **SCHEDULE,
+        **options,
+        enable_fp_fusion=True,
+    )
