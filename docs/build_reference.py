@@ -589,6 +589,7 @@ CODES: dict[str, str] = {
     "unknown_field": "a field that is not OpenAI's or ours; the nearest name is suggested",
     "unsupported_field": "a field that is known and not offered yet, with a value that matters",
     "unsupported_media_type": "another `Content-Type` than `application/json` in UTF-8",
+    "unsupported_structure": "a schema, regex or grammar that can't be enforced",
     "unsupported_part": "a message part that is not text",
 }
 

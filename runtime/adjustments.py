@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treadle.ir.ops import ADJUST_BIASES, ADJUST_COUNTS
+from treadle.ir.ops import ADJUST_ALLOWED, ADJUST_BIASES, ADJUST_COUNTS
 from treadle.runtime.request import INT32_MAX, SamplingParams
 
 # What a row's last position of a bias is, when it holds for the whole answer.
@@ -20,9 +20,14 @@ FOREVER = INT32_MAX
 _MOST_COUNTED = 2**15 - 1
 
 
-def find_adjustments(params: SamplingParams, stop_ids: frozenset[int]) -> int:
-    """Say what these parameters ask of the logits, as the bits of a row's `adjusted`."""
-    flags = 0
+def find_adjustments(
+    params: SamplingParams, stop_ids: frozenset[int], is_constrained: bool = False
+) -> int:
+    """Say what these parameters ask of the logits, as the bits of a row's `adjusted`.
+
+    `is_constrained`: a grammar or bad words decide anew before each token.
+    """
+    flags = ADJUST_ALLOWED if is_constrained else 0
     if (
         params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0

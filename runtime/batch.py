@@ -6,6 +6,7 @@ The host keeps a mirror of the rows and sends only what changed. Called by the e
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -53,6 +54,7 @@ class BatchWriter:
         self._packed = HostRing(state.packed)
         self._mirror = {name: state.tensors[name].cpu().numpy().copy() for name in mirrored}
         self._changed: set[str] = set()
+        self._allowed: HostRing | None = None
         self._composition = -1
         self._bucket = 0
         self._entropy = secrets.randbits(63)
@@ -94,10 +96,15 @@ class BatchWriter:
             return
         values: dict[str, float] = {"adjusted": sequence.adjusted}
         if sequence.adjusted & ADJUST_BIASES:
-            biases = list_biases(params, sequence.stop_ids, num_prompt_tokens)
+            ends = sequence.stop_ids
+            if sequence.constraint is not None and sequence.constraint.matcher is not None:
+                # The grammar says when the answer may end, and must.
+                ends = ends - sequence.constraint.eos_token_ids
+            biases = list_biases(params, ends, num_prompt_tokens)
             values["num_biases"] = len(biases)
             names = ("bias_tokens", "bias_values", "bias_stops")
-            for name, column in zip(names, zip(*biases, strict=True), strict=True):
+            columns = zip(*biases, strict=True) if biases else ()
+            for name, column in zip(names, columns, strict=False):
                 entries = self._state.tensors[name][row, : len(biases)]
                 entries.copy_(self._stage(np.asarray(column), entries.dtype), non_blocking=True)
         if sequence.adjusted & ADJUST_COUNTS:
@@ -115,6 +122,24 @@ class BatchWriter:
             if self._mirror[name][row] != value:
                 self._mirror[name][row] = value
                 self._changed.add(name)
+
+    def write_allowed(self, constrained: Sequence[SequenceState]) -> None:
+        """Write which tokens may be drawn for sequences whose next token is drawn in this step."""
+        allowed = self._state.tensors["allowed"]
+        if self._allowed is None:
+            self._allowed = HostRing(allowed)
+        staging = self._allowed.take()
+        words = staging.numpy().view(np.uint32)
+        rows = np.empty(len(constrained), np.int64)
+        for index, sequence in enumerate(constrained):
+            assert sequence.constraint is not None, "only constrained sequences are given"
+            sequence.constraint.write_allowed(words[index], sequence.generated_ids)
+            rows[index] = sequence.row
+        allowed.index_copy_(
+            0,
+            self._stage(rows, torch.int64).to(allowed.device, non_blocking=True),
+            staging[: len(constrained)].to(allowed.device, non_blocking=True),
+        )
 
     def _stage(self, values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         """Put values where they can be copied to the device without waiting."""

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from treadle.ir.errors import KernelError, QueueFullError, RequestError, TreadleError
@@ -22,6 +22,7 @@ from treadle.runtime.executor import Executor, StepResult
 from treadle.runtime.host_times import COMMANDS, COMPLETE, IDLE, PUBLISH, SCHEDULE, WAIT
 from treadle.runtime.request import Delta, FinishReason, SamplingParams, TokenLogprobs, Usage
 from treadle.runtime.scheduler import Scheduler, StepPlan, TokenEvent
+from treadle.runtime.structure import GrammarCompiler, TokenConstraint
 from treadle.runtime.text import TextStep, TextStream
 from treadle.runtime.tokenizer import Tokenizer
 
@@ -244,6 +245,34 @@ class Engine:
             await asyncio.to_thread(self._worker.join)
         self.phase = "closed"
 
+    async def prepare(self, params: SamplingParams) -> SamplingParams:
+        """Give parameters that can be submitted: words as tokens, structure as a grammar.
+
+        Raises: RequestError: the structure can't be enforced; names what in it can't.
+        """
+        params.validate()
+        if not params.bad_words and params.structure is None:
+            return params
+        return await asyncio.to_thread(self._prepare, params)
+
+    def _prepare(self, params: SamplingParams) -> SamplingParams:
+        grammar = None
+        if params.structure is not None:
+            grammar = self._grammars.compile(params.structure)
+        found = {
+            tuple(self.tokenizer.encode(lead + word, add_special_tokens=False))
+            for word in params.bad_words
+            # A word may begin the answer, or follow a space that is part of its first token.
+            for lead in ("", " ")
+        }
+        singles = {ids[0] for ids in found if len(ids) == 1}
+        return replace(
+            params,
+            grammar=grammar,
+            bad_token_ids=tuple(sorted({*params.bad_token_ids, *singles})),
+            bad_sequences=tuple(sorted(ids for ids in found if len(ids) > 1)),
+        ).validate()
+
     def submit(
         self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None
     ) -> Generation:
@@ -260,6 +289,7 @@ class Engine:
                 code="draining",
             )
         params.validate()
+        assert params.structure is None or params.grammar is not None, "`prepare` compiles it"
         params.check_vocabulary(self.vocab_size)
         prompt = tuple(prompt_ids)
         for token in prompt:
@@ -282,13 +312,23 @@ class Engine:
         scheduler.check_request(name, prompt, params)
         if name in self._generations:
             raise RequestError(f"The request id `{name}` is in use.", code="duplicate_request_id")
+        constraint = None
+        if params.grammar is not None or params.bad_sequences:
+            matcher = None if params.grammar is None else params.grammar.start()
+            tokenizer = self.tokenizer
+            constraint = TokenConstraint(
+                params,
+                tokenizer.eos_token_ids,
+                matcher,
+                token_bytes=lambda token: tokenizer.token_text(token)[1],
+            )
         generation = Generation(self, name, len(prompt), params)
         self._generations[name] = generation
         self._all_done.clear()
 
         def add() -> None:
             try:
-                self.model.scheduler.add(name, prompt, params)
+                self.model.scheduler.add(name, prompt, params, constraint=constraint)
             except TreadleError as error:
                 self._publish([_News(name, None, 0, _Ending(FinishReason.ERROR, None, error))])
 
@@ -353,6 +393,7 @@ class Engine:
         assert loop is not None, "start() sets the loop before the thread"
         try:
             self._model = self._load(self._set_phase)
+            self._grammars = GrammarCompiler(self._model.tokenizer, self._model.vocab_size)
             self.phase = "ready"
             self._update_stats()
             sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))

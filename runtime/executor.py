@@ -16,7 +16,7 @@ from treadle.runtime.batch import BatchWriter, HostRing
 from treadle.runtime.host_times import LAUNCH, WRITE, HostTimes
 from treadle.runtime.logprobs import PendingLogprobs, Wish
 from treadle.runtime.request import TokenLogprobs
-from treadle.runtime.scheduler import StepPlan
+from treadle.runtime.scheduler import SequenceState, StepPlan
 from treadle.runtime.state import DeviceState
 
 
@@ -79,6 +79,7 @@ class Executor:
         self._fetched = HostRing(state.tensors["seq_rows"])  # a token per sequence
         self._composition = -1
         self._adjusts = False
+        self._constrained: tuple[SequenceState, ...] = ()
         self._wishes: tuple[Wish, ...] = ()
         self._wished_slices: torch.Tensor | None = None
 
@@ -92,6 +93,9 @@ class Executor:
     def _launch(self, plan: StepPlan) -> StepResult:
         num_seqs = len(plan.rows)
         self._writer.write_rows(plan)
+        self._read_wishes(plan)
+        if self._constrained:
+            self._writer.write_allowed(self._constrained)
         if plan.is_decode_only:
             bucket = _smallest(self.decode, num_seqs)
             self._writer.write_decode(plan, bucket)
@@ -102,7 +106,6 @@ class Executor:
             bucket = _smallest(self.mixed, plan.num_tokens)
             self.times.lap(WRITE)
             values = self.mixed[bucket].run(plan.num_tokens, num_seqs)
-        self._read_wishes(plan)
         wished = self._wished_slices
         # Taken out before they are adjusted in place.
         logits = None if wished is None else values["logits"][wished]
@@ -126,9 +129,9 @@ class Executor:
         if plan.composition == self._composition:
             return
         self._composition = plan.composition
-        self._adjusts = any(sequence.adjusted for sequence in plan.decodes) or any(
-            chunk.samples and chunk.sequence.adjusted for chunk in plan.chunks
-        )
+        sampling = (*plan.decodes, *(chunk.sequence for chunk in plan.chunks if chunk.samples))
+        self._adjusts = any(sequence.adjusted for sequence in sampling)
+        self._constrained = tuple(s for s in sampling if s.constraint is not None)
         wishes = [
             Wish(index, sequence.request_id, sequence.params.logprobs)
             for index, sequence in enumerate(plan.decodes)

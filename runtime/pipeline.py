@@ -337,6 +337,7 @@ class Pipeline:
             async with self._slots:
                 prompt_ids, params = await asyncio.to_thread(self._prepare, work)
                 input_token_len = len(prompt_ids)
+                params = await self._engine.prepare(params)
                 generation = self._engine.submit(prompt_ids, params)
                 try:
                     async for delta in generation:

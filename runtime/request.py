@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from treadle.ir.errors import RequestError, TreadleError
 
@@ -24,6 +24,8 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_BIASED_TOKENS = 512
 MAX_BAD_TOKEN_IDS = 256
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARS = 256
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 1e6
@@ -42,6 +44,22 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True)
+class Structure:
+    """Say what form an answer has: a JSON schema, a regex, a grammar, or one of some texts.
+
+    `kind`: json_schema, regex, grammar (in llguidance's Lark dialect) or choice; `text` is a schema
+    or a list of texts as JSON, or the regex or grammar itself. `param` names the request's field.
+    """
+
+    kind: str
+    text: str
+    param: str = field(default="structured_outputs", compare=False)
+
+
+JSON_OBJECT = Structure("json_schema", '{"type": "object"}', "response_format")
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """Say how an answer is drawn and where it ends.
 
@@ -49,7 +67,10 @@ class SamplingParams:
     `top_k` 0, `top_p` 1, `min_p` 0: off. `seed` None: the engine picks one.
     `presence_penalty` and `frequency_penalty` look at the answer alone, `repetition_penalty` at the
     prompt too; 0, 0 and 1: off. `logit_bias`: pairs of a token and what is added to its logit.
-    `bad_token_ids` are never drawn. `skip_special_tokens` False: special tokens are written out.
+    `bad_token_ids` are never drawn, `bad_words` never written. `structure`: the answer's form, from
+    the end of the text `structure_after` on, where there is one.
+    `bad_sequences` of tokens and the compiled `grammar` are made of them by `Engine.prepare`.
+    `skip_special_tokens` False: special tokens are written out.
     `min_tokens`: no end of sequence and no stop token is drawn before this many tokens, and no stop
     string that is complete before them ends the answer. `continues_text`: the answer goes on with
     the prompt's text, so the leading space of its first word is kept; otherwise it is a text of its
@@ -69,6 +90,11 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_sequences: tuple[tuple[int, ...], ...] = ()
+    structure: Structure | None = None
+    structure_after: str = ""
+    grammar: Any = field(default=None, compare=False, repr=False)
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -135,6 +161,14 @@ class SamplingParams:
         _check_count("bad_token_ids", self.bad_token_ids, MAX_BAD_TOKEN_IDS)
         for token_id in self.bad_token_ids:
             _check_int("bad_token_ids", token_id, 0, INT32_MAX)
+        _check_count("bad_words", self.bad_words, MAX_BAD_WORDS)
+        for word in self.bad_words:
+            if not isinstance(word, str) or not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
+                raise RequestError(
+                    f"Expected each of `bad_words` to have 1 to {MAX_BAD_WORD_CHARS} characters, "
+                    f"found {show_value(word)}.",
+                    param="bad_words",
+                )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Check the token ids that these parameters name.
@@ -339,6 +373,13 @@ class Engine(Protocol):
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
+
+    async def prepare(self, params: SamplingParams) -> SamplingParams:
+        """Give parameters that can be submitted: words as tokens, structure as a grammar.
+
+        Raises: RequestError: something in them can't be done; `param` names the field.
+        """
+        ...
 
     def submit(
         self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None

@@ -17,6 +17,7 @@ from treadle.ir.errors import ConfigError, QueueFullError, RequestError
 from treadle.runtime.adjustments import find_adjustments
 from treadle.runtime.pages import Namespace, PagePool, PageTable
 from treadle.runtime.request import FinishReason, SamplingParams
+from treadle.runtime.structure import TokenConstraint
 
 NO_ROW = -1
 _MAX_TOKEN_ID = 2**31 - 1
@@ -40,6 +41,8 @@ class SequenceState:
     """One request from `add` to its end. Read by the engine, written by the scheduler only.
 
     adjusted: what it asks of its logits, as bits; see `adjustments.find_adjustments`.
+    constraint: decides before each token which ones may be drawn, so the token before must be
+      known to the host: the sequence is never planned ahead.
     token_ids: prompt and generated tokens known to the host.
     scheduled_tokens: tokens whose K and V are in the cache, or will be once the planned steps ran;
       may be one more than `len(token_ids)`, when a step is planned ahead.
@@ -56,6 +59,7 @@ class SequenceState:
     table: PageTable
     arrival: int
     adjusted: int = 0
+    constraint: TokenConstraint | None = None
     token_ids: list[int] = field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
     row: int = NO_ROW
@@ -270,6 +274,7 @@ class Scheduler:
         params: SamplingParams,
         *,
         namespace: Namespace = (),
+        constraint: TokenConstraint | None = None,
     ) -> SequenceState:
         """Queue a request. `namespace`: what else decides its K and V, see `pages.Namespace`.
 
@@ -304,7 +309,8 @@ class Scheduler:
                 else (*namespace, ("scored", str(self._next_arrival))),
             ),
             arrival=self._next_arrival,
-            adjusted=find_adjustments(params, stop_ids),
+            adjusted=find_adjustments(params, stop_ids, constraint is not None),
+            constraint=constraint,
             token_ids=list(prompt),
             # The last token is returned, never fed.
             last_position=len(prompt) + max_tokens - 1,
@@ -348,8 +354,10 @@ class Scheduler:
                 continue
             if sequence.scheduled_tokens < sequence.prefill_stop:
                 prefills.append(sequence)
-            elif sequence.scheduled_tokens != sequence.last_position and self._grow(
-                sequence, updates
+            elif (
+                sequence.scheduled_tokens != sequence.last_position
+                and not _awaits_token(sequence)
+                and self._grow(sequence, updates)
             ):
                 continue
             skipped.add(sequence)  # it has no token for now, or its last is being computed
@@ -408,7 +416,11 @@ class Scheduler:
                 self._end(sequence, reason, None)
             else:
                 token_ids.append(token)
-                if token in sequence.stop_ids or len(token_ids) == sequence.max_total_tokens:
+                if sequence.constraint is not None:
+                    reason = sequence.constraint.accept(token)
+                if reason is not None:
+                    self._end(sequence, reason, None)
+                elif token in sequence.stop_ids or len(token_ids) == sequence.max_total_tokens:
                     reason = self._end_by_token(sequence, token)
             events.append((sequence, token, reason))
         self.generation_tokens_total += len(events) - num_faults
@@ -527,6 +539,9 @@ class Scheduler:
     def _grow(self, sequence: SequenceState, updates: list[tuple[int, int, int]]) -> bool:
         """Get the page of the next position; say whether the sequence can decode in this step."""
         table = sequence.table
+        if sequence.scheduled_tokens < len(table.pages) * self.pool.page_size:
+            self._set_decode_halt(sequence, sequence.scheduled_tokens + 1)
+            return True
         known = min(sequence.scheduled_tokens, len(sequence.token_ids))
         self.pool.publish(table, sequence.token_ids, known)
         while (page := self.pool.append(table)) is None:
@@ -539,12 +554,15 @@ class Scheduler:
             if victim is sequence:
                 return False
         updates.append((sequence.row, len(table.pages) - 1, page))
-        self._set_decode_halt(sequence)
+        self._set_decode_halt(sequence, sequence.scheduled_tokens + 1)
         return True
 
-    def _set_decode_halt(self, sequence: SequenceState) -> None:
+    def _set_decode_halt(self, sequence: SequenceState, decided: int) -> None:
+        """Let positions from `decided` on be decoded without a look until something is lacking."""
         capacity = len(sequence.table.pages) * self.pool.page_size
         sequence.halt = min(capacity, sequence.last_position)
+        if sequence.constraint is not None:
+            sequence.halt = min(sequence.halt, decided)
 
     def _plan_chunk(self, sequence: SequenceState, budget: int, chunks: list[Slice]) -> int:
         start = sequence.scheduled_tokens
@@ -560,7 +578,7 @@ class Scheduler:
         samples = stop == sequence.prefill_stop
         sequence.scheduled_tokens = stop
         if samples:
-            self._set_decode_halt(sequence)
+            self._set_decode_halt(sequence, stop)
         else:
             sequence.halt = stop
         chunks.append(Slice(sequence, sequence.row, start, stop, samples, scores))
@@ -713,6 +731,11 @@ def _computes_its_last(sequence: SequenceState) -> bool:
     """Say whether the last position of a sequence is in a step, or will be in the one planned."""
     last = sequence.last_position
     return sequence.halt == last and sequence.scheduled_tokens >= last - 1
+
+
+def _awaits_token(sequence: SequenceState) -> bool:
+    """Say whether what may follow depends on a token that is still being drawn."""
+    return sequence.constraint is not None and sequence.scheduled_tokens == len(sequence.token_ids)
 
 
 def _check(holds: bool, message: str) -> None:

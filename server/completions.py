@@ -17,7 +17,7 @@ from treadle.runtime.request import TokenLogprobs, fit_to_window
 from treadle.runtime.tokenizer import Tokenizer
 from treadle.server.answers import Step, Work
 from treadle.server.openai import answer, head, identity
-from treadle.server.prompts import check_stop_ids, encode_prompt
+from treadle.server.prompts import encode_prompt, prepare_params
 from treadle.server.reading import check_model, read_request
 from treadle.server.schema import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from treadle.server.state import require_ready
@@ -34,7 +34,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     engine = require_ready(request.app)
     completion = await read_request(request, CompletionRequest)
     check_model(engine, completion.model)
-    params = check_stop_ids(engine, completion.sampling())
+    params = await prepare_params(engine, completion.sampling())
     work = []
     for prompt in completion.prompt:
         prompt_ids = await encode_prompt(engine, prompt, completion.add_special_tokens)

@@ -27,7 +27,7 @@ from treadle.server.native_request import (
     GenerateTextRequest,
     PerplexityRequest,
 )
-from treadle.server.prompts import check_stop_ids, encode_prompt
+from treadle.server.prompts import encode_prompt, prepare_params
 from treadle.server.reading import check_model, read_request
 from treadle.server.sse import encode_json, open_stream
 from treadle.server.state import STATE, require_ready
@@ -53,7 +53,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     prompt = body.input_ids if body.prompt is None else body.prompt
     assert prompt is not None, "the request's check wants one of them"
     prompt_ids = await encode_prompt(engine, prompt, body.add_special_tokens)
-    params = check_stop_ids(engine, body.sampling())
+    params = await prepare_params(engine, body.sampling())
     fitted = fit_to_window(
         params,
         len(prompt_ids),

@@ -16,10 +16,13 @@ from treadle.runtime.request import Engine, SamplingParams, show_value
 logger = logging.getLogger("treadle.server")
 
 
-def check_stop_ids(engine: Engine, params: SamplingParams) -> SamplingParams:
-    """Give parameters whose token ids are of the model's vocabulary. Raises: RequestError."""
+async def prepare_params(engine: Engine, params: SamplingParams) -> SamplingParams:
+    """Give parameters that can be submitted, grammars compiled beside the event loop.
+
+    Raises: RequestError: a token id outside the vocabulary, or a form that can't be enforced.
+    """
     params.check_vocabulary(engine.vocab_size)
-    return params
+    return await engine.prepare(params)
 
 
 class ChatPrompt(NamedTuple):

@@ -16,6 +16,8 @@ from treadle.runtime.request import (
     INT64_MAX,
     INT64_MIN,
     MAX_BAD_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_BIAS,
     MAX_BIASED_TOKENS,
     MAX_LOGPROBS,
@@ -26,6 +28,7 @@ from treadle.runtime.request import (
     MAX_STOP_TOKEN_IDS,
     MAX_TEMPERATURE,
     SamplingParams,
+    Structure,
 )
 from treadle.server.conversation import (
     AUTO,
@@ -55,6 +58,7 @@ from treadle.server.fields import (
     string,
     whole,
 )
+from treadle.server.structure_fields import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
 
 MAX_CHOICES = 128
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
@@ -158,6 +162,19 @@ class GenerateRequest(Request):
     bad_token_ids: tuple[int, ...] = declare(
         list_of(whole(0, INT32_MAX), MAX_BAD_TOKEN_IDS), (), doc="Tokens that are never drawn."
     )
+    bad_words: tuple[str, ...] = declare(
+        list_of(string(MAX_BAD_WORD_CHARS, 1), MAX_BAD_WORDS),
+        (),
+        doc="Texts that are never written in the tokens that the tokenizer makes of them.",
+    )
+    response_format: Structure | None = declare(  # noqa: RUF009, as every field here
+        RESPONSE_FORMAT, None, doc="The answer's form; it is always enforced, `strict` or not."
+    )
+    structured_outputs: Structure | None = declare(  # noqa: RUF009, as every field here
+        STRUCTURED_OUTPUTS,
+        None,
+        doc="The answer's form by vLLM's names; `grammar` is in llguidance's Lark dialect.",
+    )
     seed: int | None = declare(
         whole(INT64_MIN, INT64_MAX),
         None,
@@ -201,6 +218,12 @@ class GenerateRequest(Request):
                 param="stream_options",
                 code="invalid_value",
             )
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise RequestError(
+                "Expected `response_format` or `structured_outputs`, found both.",
+                param="structured_outputs",
+                code="invalid_value",
+            )
         self.sampling().validate()
 
     @property
@@ -223,6 +246,8 @@ class GenerateRequest(Request):
             repetition_penalty=self.repetition_penalty,
             logit_bias=self.logit_bias,
             bad_token_ids=self.bad_token_ids,
+            bad_words=self.bad_words,
+            structure=self.response_format or self.structured_outputs,
             seed=self.seed,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
@@ -393,7 +418,6 @@ _UNSUPPORTED: dict[str, Check] = {
 UNSUPPORTED: dict[type[Request], dict[str, Check]] = {
     ChatRequest: {
         **_UNSUPPORTED,
-        "response_format": only({"type": "text"}),
         "functions": only([]),
         "function_call": only("none", "auto"),
         "modalities": only(["text"]),

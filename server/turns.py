@@ -14,10 +14,12 @@ from aiohttp import web
 
 from treadle.ir.errors import RequestError
 from treadle.runtime.answer_formats import AnswerFormat, find_format
+from treadle.runtime.forced_calls import CALL_FORMS, CallForm, force_calls
 from treadle.runtime.request import SamplingParams, fit_to_window
+from treadle.runtime.tokenizer import Tokenizer
 from treadle.server.answers import Work
 from treadle.server.conversation import AUTO, ToolChoice
-from treadle.server.prompts import ChatPrompt, check_stop_ids, encode_chat
+from treadle.server.prompts import ChatPrompt, encode_chat, prepare_params
 from treadle.server.state import ENGINE, OPTIONS
 
 
@@ -42,6 +44,11 @@ class Turn:
     effort_param: str = "reasoning_effort"
 
     @property
+    def forces_call(self) -> bool:
+        """Say whether the answer must be a tool call."""
+        return self.tool_choice.mode in ("required", "named")
+
+    @property
     def offers_tools(self) -> bool:
         """Say whether the model is told of tools."""
         return bool(self.tools) and self.tool_choice.mode != "none"
@@ -64,8 +71,9 @@ async def prepare(app: web.Application, turn: Turn) -> Work:
     prompt = await asyncio.to_thread(render, app, turn)
     offers_tools = turn.offers_tools
     shown = engine.tokenizer.special_ids(format_.tokens(with_calls=offers_tools))
+    wanted = _add_form(turn, format_, prompt.text, engine.tokenizer)
     params = fit_to_window(
-        replace(check_stop_ids(engine, turn.params), shown_token_ids=shown),
+        replace(await prepare_params(engine, wanted), shown_token_ids=shown),
         len(prompt.token_ids),
         engine.max_model_len,
         prompt_param=turn.messages_param,
@@ -117,13 +125,60 @@ def _check_tools(turn: Turn, template: str, format_: AnswerFormat) -> None:
             param="tools",
             code="unsupported_field",
         )
-    if turn.tool_choice.mode in ("required", "named"):
+    if turn.forces_call and _call_form(format_) is None:
         raise RequestError(
-            "A `tool_choice` that forces a call is not supported yet: expected 'auto' or 'none'.",
+            "A `tool_choice` that forces a call is supported for models that write calls as JSON "
+            f"({', '.join(CALL_FORMS)}), and this one does not: expected 'auto' or 'none'.",
             remedy="Leave it out, and say in the prompt that a tool must be used.",
             param="tool_choice",
             code="unsupported_field",
         )
+
+
+def _call_form(format_: AnswerFormat) -> CallForm | None:
+    return None if format_.calls is None else CALL_FORMS.get(format_.calls.name)
+
+
+def _add_form(
+    turn: Turn, format_: AnswerFormat, prompt: str, tokenizer: Tokenizer
+) -> SamplingParams:
+    """Give the turn's parameters with the form that its answer must have.
+
+    Where the prompt has opened the reasoning, the form begins after it.
+    Raises: RequestError: the answer would need two forms.
+    """
+    params = turn.params
+    if turn.forces_call:
+        if params.structure is not None:
+            raise RequestError(
+                "Expected either a form of the answer or a `tool_choice` that forces a call, found "
+                "both.",
+                param="tool_choice",
+                code="invalid_value",
+            )
+        form = _call_form(format_)
+        assert form is not None, "`render` refuses the others"
+        chosen = {
+            tool["function"]["name"]: tool["function"].get("parameters") or {}
+            for tool in turn.tools
+            if turn.tool_choice.mode == "required"
+            or tool["function"]["name"] == turn.tool_choice.name
+        }
+
+        def special_id(text: str) -> int | None:
+            return next(iter(tokenizer.special_ids([text])), None)
+
+        several = turn.parallel_tool_calls and turn.tool_choice.mode == "required"
+        structure = force_calls(form, chosen, special_id, several=several)
+        params = replace(params, structure=structure)
+    if params.structure is None:
+        return params
+    if format_.is_harmony:
+        return replace(params, structure_after="<|channel|>final<|message|>")
+    reasoning = format_.reasoning
+    if reasoning is not None and prompt.rstrip().endswith(reasoning.opening):
+        return replace(params, structure_after=reasoning.closing)
+    return params
 
 
 def _effort_switches(turn: Turn, template: str) -> dict[str, Any]:

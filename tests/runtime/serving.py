@@ -53,7 +53,8 @@ async def serving(artifact: Path, **options: Any) -> AsyncIterator[Engine]:
 
 async def answer(engine: Engine, prompt: Sequence[int], **params: Any) -> Delta:
     """Give the whole answer to one prompt."""
-    return await collect(engine.submit(prompt, SamplingParams(**params)))
+    prepared = await engine.prepare(SamplingParams(**params))
+    return await collect(engine.submit(prompt, prepared))
 
 
 async def answers(engine: Engine, prompts: Sequence[Sequence[int]], **params: Any) -> list[Delta]:

@@ -157,6 +157,9 @@ class FakeEngine:
             self._stepper.cancel()
         self.ready, self.phase = False, "closed"
 
+    async def prepare(self, params: SamplingParams) -> SamplingParams:
+        return params
+
     def submit(
         self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None
     ) -> FakeGeneration:

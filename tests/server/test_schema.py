@@ -64,12 +64,43 @@ RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "bad_token_ids": ([[], [0, 5]], [[-1], [1.5], 5, list(range(257))]),
     "skip_special_tokens": ([True, False], [0]),
+    "bad_words": ([[], ["a b"]], ["a", [""], [5], ["x" * 257], ["a"] * 65]),
+    "response_format": (
+        [
+            {"type": "text"},
+            {"type": "json_object"},
+            {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {}}},
+            {"type": "regex_schema", "regex_schema": "[a]+"},
+        ],
+        [
+            "text",
+            {},
+            {"type": "xml"},
+            {"type": "text", "json_schema": {"schema": {}}},
+            {"type": "json_schema"},
+            {"type": "json_schema", "json_schema": {"name": "n"}},
+            {"type": "json_schema", "json_schema": {"schema": {}, "odd": 1}},
+            {"type": "json_schema", "json_schema": {"schema": "{"}},
+            {"type": "regex_schema", "regex_schema": ""},
+        ],
+    ),
+    "structured_outputs": (
+        [
+            {"json": {"type": "object"}},
+            {"json": '{"type": "object"}'},
+            {"json_object": True},
+            {"regex": "a+"},
+            {"choice": ["a", "b"]},
+            {"grammar": 'start: "a"'},
+            {"regex": "a", "choice": None},
+        ],
+        [{}, {"regex": "a", "choice": ["b"]}, {"xml": 1}, {"choice": []}, {"choice": [5]}, "json"],
+    ),
     "service_tier": (["auto"], ["flex"]),
 }
 CHAT_RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     "logprobs": ([False, True], [0, 1, "yes"]),
     "top_logprobs": ([0], [2, -1, 21, True]),
-    "response_format": ([{"type": "text"}], [{"type": "json_object"}, "text"]),
     "tools": (
         [[], [TOOL], [TOOL | {"function": {"name": "f.g-h", "strict": False}}]],
         [[{"type": "function"}], {}, [TOOL, TOOL], [TOOL | {"x": 1}], [{"type": "web"}], "f"],
@@ -143,6 +174,22 @@ def test_null_means_the_default(kind: type[Any], base: dict) -> None:
     for name in base:
         assert refused(kind, **{name: None}).param == name
         assert refused(kind).param == name
+
+
+def test_a_form_is_asked_for_once() -> None:
+    both = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
+    assert refused(ChatRequest, **CHAT, **both).param == "structured_outputs"
+    asked = parse(CompletionRequest, **COMPLETION, structured_outputs={"choice": ["a", "b"]})
+    structure = asked.sampling().structure
+    assert (structure.kind, json.loads(structure.text)) == ("choice", ["a", "b"])
+    assert structure.param == "structured_outputs.choice"
+    body = json.dumps(CHAT)[:-1] + ', "structured_outputs": {"json": ' + nest(2000) + "}}"
+    with pytest.raises(RequestError):
+        parse_request(ChatRequest, body.encode())
+
+
+def nest(depth: int) -> str:
+    return '{"properties":{"a":' * depth + "{}" + "}}" * depth
 
 
 def test_defaults_are_those_of_openai() -> None:

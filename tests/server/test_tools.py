@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -370,10 +369,18 @@ def test_every_choice_is_told_apart_by_itself(server: LiveServer, says: Any) -> 
     says(TWO_CALLS)
     choices = server.chat(tools=[TOOL], n=3).json["choices"]
     assert [len(choice["message"]["tool_calls"]) for choice in choices] == [2, 2, 2]
-    with pytest.raises(openai.BadRequestError):
-        server.client().chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": "hi"}],
-            tools=[TOOL],  # type: ignore[list-item]
-            tool_choice="required",
-        )
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_22_a_forced_call_reaches_the_engine_as_a_grammar(
+    server: LiveServer, says: Any, choice: Any
+) -> None:
+    says(TWO_CALLS)
+    assert server.chat(tools=[TOOL], tool_choice=choice, parallel_tool_calls=True).status == 200
+    structure = server.engine.seen[-1][1].structure
+    assert (structure.kind, structure.param) == ("grammar", "tool_choice")
+    assert '"const": "get_w"' in structure.text
+    assert ("{0,15}" in structure.text) == (choice == "required")
+    form = {"type": "json_object"}
+    reply = server.chat(tools=[TOOL], tool_choice=choice, response_format=form)
+    assert (reply.status, reply.error["param"]) == (400, "tool_choice")
