@@ -356,6 +356,12 @@ def tune_command() -> None:
     help="Write one page with a roofline plot as well; it needs no network.",
 )
 @click.option(
+    "--csv",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write a line per kernel as well, for a spreadsheet or a script.",
+)
+@click.option(
     "--fail-on-regression",
     default="",
     metavar="SHARE",

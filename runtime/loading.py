@@ -6,6 +6,7 @@ Called in the engine's worker. Reports each phase; every phase has a line in the
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,6 +36,8 @@ from treadle.runtime.state import DeviceState, allocate_state, cache_values, pag
 from treadle.runtime.tokenizer import Tokenizer
 from treadle.runtime.triton_program import TritonProgram, allocate_workspace, capture_decode
 from treadle.runtime.weights import load_weights
+
+logger = logging.getLogger("treadle.runtime")
 
 CPU_POOL_BYTES = 2 * 2**30
 GPU_RESERVE_BYTES = 3 * 2**30  # for graphs, cuBLAS-free workspace and what torch holds back
@@ -317,13 +320,14 @@ def decide_pages(
 
 
 def count_compiles() -> Callable[[], int]:
-    """Count, from now on, the kernels that Triton compiles because no binary was found."""
+    """Count and tell, from now on, the kernels that Triton compiles because no binary was found."""
     compiled = itertools.count()
     seen = [next(compiled)]
 
-    def note(*, cache_hit: bool, **_facts: object) -> None:
+    def note(*, cache_hit: bool, metadata: Mapping[str, object], **_facts: object) -> None:
         if not cache_hit:
             seen[0] = next(compiled)
+            logger.warning("compiled while serving: kernel %s", metadata.get("name"))
 
     triton.knobs.compilation.listener = note
     return lambda: seen[0]

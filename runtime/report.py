@@ -16,6 +16,7 @@ from treadle.ir.cost import op_cost
 from treadle.ir.errors import ConfigError
 from treadle.ir.graph import Graph
 from treadle.ir.text import parse_graph
+from treadle.kernels.occupancy import occupancy
 from treadle.runtime.artifact import Artifact
 from treadle.runtime.planner import bucket_dims, read_plan
 from treadle.runtime.timings import Record, schedule_text
@@ -39,6 +40,13 @@ class Attempt:
     shared_bytes: int = 0
     is_default: bool = False
     is_winner: bool = False
+    # The template and schedule as tables of tuned schedules hold them; empty where not known.
+    choice: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_warps(self) -> int:
+        """The warps of a program, 0 where not known."""
+        return int(self.choice.get("schedule", {}).get("num_warps", 0))
 
 
 @dataclass(frozen=True)
@@ -169,6 +177,22 @@ class Report:
         if max(moved, computed) < LATENCY_SHARE:
             return "latency"
         return "memory" if moved >= computed else "compute"
+
+    def occupancy(self, row: Row) -> float | None:
+        """Tell the share of resident warps that the winner's resources allow, where known."""
+        architecture = self.header.get("architecture") or self.header.get("target", "")
+        used = row.winner
+        return occupancy(
+            architecture.rpartition(" ")[2],
+            registers=used.registers,
+            shared_bytes=used.shared_bytes,
+            num_warps=used.num_warps,
+        )
+
+    def pin(self, row: Row) -> dict[str, Any]:
+        """Give the row's winner as a table for `--pin`; empty where nothing was to be chosen."""
+        choice = row.winner.choice
+        return {"gpu": self.header.get("gpu", ""), "choices": {row.key: choice}} if choice else {}
 
     def gains(self) -> dict[str, float]:
         """Give each program's gain over the default schedules: 1.2 is a fifth faster."""
@@ -335,6 +359,7 @@ def _attempts(records: list[Record], winner: Mapping[str, Any] | None) -> tuple[
                 record["shared_bytes"],
                 record["is_default"],
                 is_winner,
+                way,
             )
         )
     found.sort(key=lambda a: (not a.is_winner, a.step_us is None, a.step_us or 0.0, a.schedule))
@@ -441,6 +466,7 @@ def to_json(report: Report) -> dict[str, Any]:
             "of_memory_roof": moved,
             "of_compute_roof": computed,
             "bound": report.bound(row),
+            "occupancy": report.occupancy(row),
         }
     return data
 

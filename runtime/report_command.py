@@ -15,7 +15,7 @@ from rich.console import Console
 from treadle.ir import knobs
 from treadle.ir.errors import ConfigError, RegressionError
 from treadle.ir.files import write_whole
-from treadle.runtime import report_html, report_text
+from treadle.runtime import report_csv, report_html, report_text
 from treadle.runtime.artifact import is_artifact, open_artifact, write_error
 from treadle.runtime.console import print_json
 from treadle.runtime.report import (
@@ -36,6 +36,7 @@ WIDE = 220  # columns in a pipe: nothing is folded
 def run_report(
     sources: Sequence[str],
     html: Path | None,
+    csv: Path | None,
     fail_on_regression: str,
     as_json: bool,
 ) -> None:
@@ -46,8 +47,8 @@ def run_report(
     if sources[0] == "diff":
         if len(sources) != 3:
             raise ConfigError("`report diff` takes two reports: A before, B after.")
-        if html:
-            raise ConfigError("--html writes one report, not a comparison.")
+        if html or csv:
+            raise ConfigError("--html and --csv write one report, not a comparison.")
         _compare(sources[1], sources[2], fail_on_regression, as_json)
         return
     if len(sources) != 1 or fail_on_regression:
@@ -56,11 +57,14 @@ def run_report(
             remedy="To compare two: treadle report diff A B --fail-on-regression 5%.",
         )
     report = load(sources[0])
-    if html:
+    pages = {html: report_html.render, csv: report_csv.render}
+    for path, render in pages.items():
+        if path is None:
+            continue
         try:
-            write_whole(html, report_html.render(report))
+            write_whole(path, render(report))
         except OSError as error:
-            raise write_error(html, error) from error
+            raise write_error(path, error) from error
     if as_json:
         print_json(to_json(report))
         return
@@ -68,6 +72,8 @@ def run_report(
     print(report_text.render(report, width, color=color), end="")
     if html:
         print(f"page: {html}")
+    if csv:
+        print(f"table: {csv}")
 
 
 def load(source: str) -> Report:

@@ -5,6 +5,7 @@ Called by the command `report`; knows HTML, SVG and the report's data.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from html import escape
@@ -80,13 +81,16 @@ def _programs(report: Report) -> Iterator[str]:
         yield "<p>~ marks a margin inside the spread: either choice is fine.</p>"
         for row in rows:
             if len(row.attempts) > 1:
-                yield from _details(row)
+                yield from _details(report, row)
 
 
-def _details(row: Row) -> Iterator[str]:
+def _details(report: Report, row: Row) -> Iterator[str]:
     """Show all that was tried for one kernel, with a strip of the times and the reasons."""
     yield f"<details><summary>{escape(row.kernel)}: all {len(row.attempts)} candidates</summary>"
     yield f"<p><code>{escape(row.key)}</code></p>"
+    if pin := report.pin(row):
+        yield "<p>To pin the winner, give <code>compile --pin FILE</code> a file with</p>"
+        yield f"<p><code>{escape(json.dumps(pin))}</code></p>"
     yield _strip(row)
     yield '<div class="wide"><table><thead><tr><th>candidate</th><th class=n>step µs</th>'
     yield "<th class=n>spread</th><th class=n>error</th><th class=n>regs</th>"

@@ -25,12 +25,13 @@ COLUMNS = (
     "regs",
     "spills",
     "smem",
+    "occ.",
     "tried/failed",
 )
 
 # On a narrower terminal these are left out; the page and the JSON have all.
 WIDE_ENOUGH = 180
-LEFT_OUT = ("×", "TFLOP/s (roof)", "regs", "spills", "smem", "tried/failed")
+LEFT_OUT = ("×", "TFLOP/s (roof)", "regs", "spills", "smem", "occ.", "tried/failed")
 
 
 def cells(report: Report, row: Row) -> tuple[str, ...]:
@@ -53,6 +54,7 @@ def cells(report: Report, row: Row) -> tuple[str, ...]:
         str(winner.registers or "–"),
         str(winner.spill_bytes),
         f"{winner.shared_bytes / 1024:.0f} k" if winner.shared_bytes else "0",
+        percent(report.occupancy(row)),
         f"{len(row.attempts)}/{len(row.failed)}",
     )
 

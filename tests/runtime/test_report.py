@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import csv
+import html
 import json
 import re
 from collections.abc import Callable
@@ -16,7 +18,9 @@ from tests.checkpoints import make_random
 from tests.golden import Golden
 from treadle import cli
 from treadle.ir.errors import ConfigError
-from treadle.runtime import report_html, report_text
+from treadle.kernels.occupancy import occupancy
+from treadle.kernels.tuned import read_table
+from treadle.runtime import report_csv, report_html, report_text
 from treadle.runtime.report import (
     Attempt,
     Report,
@@ -120,6 +124,50 @@ def test_models_in_one_log_are_told_apart(report: Report) -> None:
     assert len(both.rows) == 2 * len(report.rows)
     assert sum(title.startswith("other tiny-llama ") for title in both.programs()) == 2
     assert {row.step for row in both.rows} == {"decode", "mixed"}
+
+
+def test_a_row_tells_how_much_of_a_multiprocessor_it_fills(report: Report) -> None:
+    row = find(report, "linear")
+    share = report.occupancy(row)
+    assert share is not None and 0 < share <= 1
+    shown = report_text.cells(report, row)[report_text.COLUMNS.index("occ.")]
+    assert shown == report_text.percent(share)
+    assert report.occupancy(find(report, "sample")) is None  # its warps are not in the log
+
+
+@pytest.mark.parametrize(
+    ("uses", "share"),
+    [
+        ((32, 0, 4), 1.0),  # 64 warps of 1,024 registers each are all there are
+        ((33, 0, 4), 48 / 64),  # 1,280 registers a warp: 12 a partition
+        ((96, 48 * 1024, 4), 16 / 64),  # four programs by shared memory
+        ((255, 0, 8), 8 / 64),
+        ((32, 0, 1), 32 / 64),  # as many programs as there may be
+    ],
+)
+def test_occupancy_is_that_of_the_scarcest_resource(
+    uses: tuple[int, int, int], share: float
+) -> None:
+    registers, shared_bytes, num_warps = uses
+    found = occupancy("sm_90", registers=registers, shared_bytes=shared_bytes, num_warps=num_warps)
+    assert found == share
+
+
+def test_a_winner_can_be_pinned_by_what_the_page_says(report: Report, tmp_path: Path) -> None:
+    row = find(report, "linear")
+    (tmp_path / "pin.json").write_text(json.dumps(report.pin(row)))
+    table = read_table(tmp_path / "pin.json")
+    assert table.gpu == "GPU of tests" and list(table.choices) == [row.key]
+    assert table.choices[row.key].template == "matmul_skinny_tma"
+    assert html.escape(json.dumps(report.pin(row))) in report_html.render(report)
+
+
+def test_csv_has_a_line_per_kernel_and_reads_back(report: Report) -> None:
+    lines = list(csv.DictReader(report_csv.render(report).splitlines()))
+    assert len(lines) == len(report.rows)
+    line = next(line for line in lines if line["key"] == find(report, "linear").key)
+    assert float(line["us"]) == 13.9 and line["bound"] == "memory"
+    assert float(line["occupancy"]) == report.occupancy(find(report, "linear"))
 
 
 def test_json_reads_back_equal(report: Report) -> None:
