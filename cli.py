@@ -581,6 +581,25 @@ def explain_command() -> None:
     """
 
 
+@command("new-model", "runtime.new_model:run_new_model")
+@click.argument("name", metavar="NAME")
+@click.option("--like", required=True, metavar="FAMILY", help="The family whose spec is nearest.")
+@click.option(
+    "--config", required=True, metavar="PATH", help="The model's config.json, or its folder."
+)
+def new_model_command() -> None:
+    """Start the spec of a new architecture.
+
+    Writes models/NAME.py as the spec of FAMILY, registers the architecture that the config names,
+    and lists the checkpoint's tensors that it does not cover yet, where there are weights beside
+    the config.
+
+    \b
+    Examples:
+      treadle new-model parallel --like llama --config ./tiny
+    """
+
+
 @command("verify", "runtime.verify_command:run_verify")
 @click.argument("source", metavar="ARTIFACT|MODEL")
 @click.option(

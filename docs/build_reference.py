@@ -31,6 +31,7 @@ from treadle.kernels import emit, schedule  # noqa: E402
 from treadle.kernels.lower import Situation, lower  # noqa: E402
 from treadle.models import registry  # noqa: E402
 from treadle.models.config import ModelConfig, from_hf  # noqa: E402
+from treadle.models.defaults import DEFAULTS  # noqa: E402
 from treadle.runtime import answer_formats, call_formats, pipeline_config  # noqa: E402
 from treadle.server import (  # noqa: E402
     app,
@@ -438,17 +439,35 @@ def families_section() -> list[str]:
         text = path.read_text(encoding="utf-8")
         what = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
         beyond = sorted(_authored_kinds(family) - first)
+        remarks = [
+            f"{name.removesuffix('ForCausalLM')}: {entry.remark}"
+            for name in family.architectures
+            if (entry := DEFAULTS.get(name)) and entry.remark
+        ]
         rows.append(
             (
                 f"[`{family.name}`](../models/{family.name}.py)",
                 ", ".join(f"`{name}`" for name in family.architectures),
                 str(len(text.splitlines())),
                 ", ".join(f"[`{kind}`](ir.md#{kind})" for kind in beyond) or "none",
-                _cell(what),
+                _cell("; ".join([what.removesuffix("."), *remarks])),
             )
         )
-    header = "family | architectures | lines of its spec | ops beyond Llama's | what it is"
+    header = "family | architectures | lines of its spec | ops beyond Llama's | remarks"
     return table(header, rows)
+
+
+def verified_section() -> list[str]:
+    """Say what all families are verified against, and what they run on and in."""
+    pins = (DOCS.parent / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    (pin,) = (line for line in pins if line.startswith("transformers=="))
+    rows = [
+        ("verified against", f"transformers {pin.partition('==')[2]}, eager, in float32"),
+        ("targets", "`reference` and `interpret` in every family's tests; `cuda` from one source"),
+        ("KV cache", "the model's dtype: bf16, fp16 or fp32"),
+        ("quantised weights", "none are computed with; those of GGUF files are widened"),
+    ]
+    return table("of every family | ", rows)
 
 
 def _authored_kinds(family: registry.Family) -> set[str]:
@@ -711,7 +730,7 @@ SECTIONS: dict[str, dict[str, Callable[[], list[str]]]] = {
         "passes": passes_section,
         "ops": ops_section,
     },
-    "models.md": {"families": families_section},
+    "models.md": {"families": families_section, "verified": verified_section},
     "kernels.md": {"templates": templates_section, "kernels": kernels_section},
     "serving.md": {
         "shared fields": functools.partial(fields_section, "shared"),

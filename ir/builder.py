@@ -13,7 +13,7 @@ from typing import Any
 
 from treadle.ir import dims as d
 from treadle.ir import ops
-from treadle.ir.errors import SpecError
+from treadle.ir.errors import ShapeError, SpecError
 from treadle.ir.graph import Graph, Op, RopeTable, Value, Weight
 from treadle.ir.types import TensorType
 
@@ -151,26 +151,58 @@ class GraphBuilder:
         return self._inputs[name]
 
     def weight(
-        self, name: str, parts: dict[str, int] | str, *shape: int, fallback: str = ""
+        self,
+        name: str,
+        parts: dict[str, int] | str,
+        *shape: int,
+        fallback: str = "",
+        sections: tuple[int, ...] = (),
+        groups: int = 1,
     ) -> Value:
         """Declare a weight from one checkpoint tensor, or from several joined along axis 0.
 
         `parts` is a tensor's name and `shape` its whole shape; or the rows of each tensor by name,
         and `shape` is what follows the rows. `fallback` is the tensor to use where the part is
-        absent.
+        absent. With `groups` the rows come group by group, each with its share of every one of the
+        `sections`, whose rows the weight has one after the other.
         """
         if isinstance(parts, str):
             parts, shape = {parts: shape[0]}, shape[1:]
         type_ = TensorType((sum(parts.values()), *shape), self.dtype)
-        weight = Weight(name, type_, tuple(parts), tuple(parts.values()), fallback)
+        if groups > 1 and (sum(sections) != type_.size(0) or any(s % groups for s in sections)):
+            raise ShapeError(
+                f"The sections of `{name}` should be {type_.size(0)} rows in all, each of {groups} "
+                f"equal groups; found {', '.join(map(str, sections))}."
+            )
+        weight = Weight(
+            name,
+            type_,
+            tuple(parts),
+            tuple(parts.values()),
+            fallback,
+            sections=sections if groups > 1 else (),
+            groups=groups,
+        )
         return self._declare(weight)
 
     def rope_table(
-        self, name: str, inverse_frequencies: Sequence[float], scale: float = 1.0
+        self,
+        name: str,
+        inverse_frequencies: Sequence[float],
+        scale: float = 1.0,
+        *,
+        short_window: int = 0,
+        long_inverse_frequencies: Sequence[float] = (),
     ) -> Value:
-        """Declare the table of cosines and sines for these frequencies."""
+        """Declare the table of cosines and sines for these frequencies.
+
+        The long ones, where there are any, are for a window beyond `short_window` tokens.
+        """
         type_ = TensorType((d.C, 2 * len(inverse_frequencies)), "f32")
-        return self._declare(Weight(name, type_, rope=RopeTable(tuple(inverse_frequencies), scale)))
+        table = RopeTable(
+            tuple(inverse_frequencies), scale, short_window, tuple(long_inverse_frequencies)
+        )
+        return self._declare(Weight(name, type_, rope=table))
 
     def _declare(self, weight: Weight) -> Value:
         if weight.name in self._weights:
@@ -223,6 +255,26 @@ class GraphBuilder:
         """Normalise each head by its root mean square; the weight is as wide as one head."""
         return self.apply("head_norm", x, weight, name=name, eps=eps, offset=offset)[0]
 
+    def layer_norm(
+        self, x: Value, weight: Value, bias: Value | None = None, *, eps: float, name: str = ""
+    ) -> Value:
+        """Normalise rows by their mean and variance."""
+        return self.apply("layer_norm", x, weight, bias, name=name, eps=eps)[0]
+
+    def section_norm(
+        self,
+        x: Value,
+        weight: Value,
+        *,
+        sizes: tuple[int, ...],
+        eps: float,
+        offset: float = 0.0,
+        name: str = "",
+    ) -> Value:
+        """Normalise the first sections of each row, each by its own root mean square."""
+        params = {"sizes": sizes, "eps": eps, "offset": offset}
+        return self.apply("section_norm", x, weight, name=name, **params)[0]
+
     def linear(
         self,
         x: Value,
@@ -239,6 +291,18 @@ class GraphBuilder:
         """Add two tensors."""
         return self.apply("add", a, b, name=name)[0]
 
+    def scale(self, x: Value, factor: float, *, name: str = "") -> Value:
+        """Multiply by a constant."""
+        return self.apply("scale", x, name=name, factor=factor)[0]
+
+    def soft_cap(self, x: Value, cap: float, *, name: str = "") -> Value:
+        """Bend what is large, so that nothing exceeds the cap."""
+        return self.apply("soft_cap", x, name=name, cap=cap)[0]
+
+    def activate(self, x: Value, *, act: str, name: str = "") -> Value:
+        """Apply an activation to every element."""
+        return self.apply("activate", x, name=name, act=act)[0]
+
     def glu(self, gate_up: Value, *, act: str = "silu", name: str = "") -> Value:
         """Gate the second half of the features with the activated first half."""
         return self.apply("glu", gate_up, name=name, act=act)[0]
@@ -247,10 +311,18 @@ class GraphBuilder:
         """Cut the last axis."""
         return self.apply("split", x, name=name, sizes=sizes)
 
-    def rope(self, x: Value, table: Value, *, head_dim: int, name: str = "") -> Value:
+    def rope(
+        self,
+        x: Value,
+        table: Value,
+        *,
+        head_dim: int,
+        interleaved: bool = False,
+        name: str = "",
+    ) -> Value:
         """Rotate heads by the step's positions."""
-        positions = self._step["positions"]
-        return self.apply("rope", x, positions, table, name=name, head_dim=head_dim)[0]
+        params = {"head_dim": head_dim, "interleaved": interleaved}
+        return self.apply("rope", x, self._step["positions"], table, name=name, **params)[0]
 
     def attention(
         self,
@@ -263,9 +335,11 @@ class GraphBuilder:
         num_kv_heads: int,
         head_dim: int,
         scale: float,
+        window: int = 0,
+        soft_cap: float = 0.0,
         name: str = "",
     ) -> Value:
-        """Append k and v to the layer's `cache` and attend to everything in it."""
+        """Append k and v to the layer's `cache` and attend to everything in it, or to a window."""
         pages = self._inputs.get(cache) or self._input(
             cache,
             TensorType((d.P, num_kv_heads, self.page_size, head_dim), self.dtype, "kv"),
@@ -287,6 +361,8 @@ class GraphBuilder:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             scale=scale,
+            window=window,
+            soft_cap=soft_cap,
         )[0]
 
     def last_rows(self, x: Value, *, name: str = "") -> Value:

@@ -120,6 +120,48 @@ def interleave_gate_up(graph: Graph) -> Result:
     return graph.replace_ops(new_ops, weights.values()), tuple(refusals)
 
 
+def pair_rope_halves(graph: Graph) -> Result:
+    """Reorder the rows of q and k that rotate in pairs of neighbours, so that halves are the pairs.
+
+    Scores are sums over the features of a head, in any order that q and k share.
+    """
+    rule = "pair_rope_halves"
+    refusals: list[Refusal] = []
+    weights: dict[str, Weight] = dict(graph.weight_table)
+    changed: dict[Op, Op] = {}
+    for split in [op for op in graph.ops if op.kind == "split"]:
+        readers = [op for name in split.outputs for op in graph.uses.get(name, ())]
+        ropes = [op for op in readers if op.kind == "rope" and op.params.interleaved]
+        if not ropes:
+            continue
+        linear = graph.producers.get(split.inputs[0])
+        names = [name.removeprefix("@") for name in linear.inputs[1:]] if linear else []
+        reads = [rope.inputs[0] for rope in ropes]
+        if linear is None or linear.kind != "linear" or graph.single_use(split.inputs[0]) is None:
+            reason = "what is rotated is not part of a linear's result"
+        elif len(split.outputs) != 3 or reads != list(split.outputs[:2]):
+            reason = "it is not q and k, in this order, of one projection that are rotated"
+        elif any(graph.single_use(name) is None for name in reads):
+            reason = "q or k is read elsewhere too"
+        elif ropes[0].params != ropes[1].params or ropes[0].inputs[2] != ropes[1].inputs[2]:
+            reason = "q and k are not rotated alike"
+        elif any(len(graph.uses[f"@{name}"]) > 1 for name in names):
+            reason = "the weight is used elsewhere too"
+        else:
+            rows = sum(split.params.sizes[:2])
+            rotary = graph.type_of(ropes[0].inputs[2]).size(-1)
+            for name in names:
+                pairs = (rows, ropes[0].params.head_dim, rotary)
+                weights[name] = replace(weights[name], rope_pairs=pairs)
+            for rope in ropes:
+                changed[rope] = replace(rope, params=replace(rope.params, interleaved=False))
+            continue
+        refusals += [Refusal(rule, rope.name, reason) for rope in ropes]
+    return graph.replace_ops((changed.get(op, op) for op in graph.ops), weights.values()), tuple(
+        refusals
+    )
+
+
 def _has_halves(weight: Weight) -> bool:
     rows = weight.part_rows
     return len(rows) == 1 or (len(rows) == 2 and rows[0] == rows[1])
@@ -182,6 +224,8 @@ def fuse_rope_attention(graph: Graph) -> Result:
             reason = "its sequences may add several tokens"
         elif appended != cache or rows != [seq_rows, block_table]:
             reason = "it reads another cache, or other rows, than its k and v are appended to"
+        elif attention.params.window or attention.params.soft_cap:
+            reason = "it has a window or a soft cap, which the kernel of both does not know"
         elif graph.single_use(q) is not attention:
             reason = "its q is read elsewhere too"
         if reason:
@@ -191,10 +235,10 @@ def fuse_rope_attention(graph: Graph) -> Result:
     return graph, tuple(refusals)
 
 
-def _fuse_follower(graph: Graph, rule: str, follower_kind: str) -> Result:
-    """Join each linear, plain or fused, with the one `follower_kind` op that reads its result."""
+def _fuse_follower(graph: Graph, rule: str, *follower_kinds: str) -> Result:
+    """Join each linear, plain or fused, with the one op of these kinds that reads its result."""
     refusals: list[Refusal] = []
-    for follower in [op for op in graph.ops if op.kind == follower_kind]:
+    for follower in [op for op in graph.ops if op.kind in follower_kinds]:
         candidates = [graph.producers.get(name) for name in follower.inputs]
         linears = [
             op
@@ -222,9 +266,35 @@ def fuse_glu(graph: Graph) -> Result:
     return _fuse_follower(graph, "fuse_glu", "glu")
 
 
+def fuse_pointwise(graph: Graph) -> Result:
+    """Put constants and activations into the epilogue of the projection before them."""
+    return _fuse_follower(graph, "fuse_pointwise", "scale", "activate", "soft_cap")
+
+
 def fuse_residual(graph: Graph) -> Result:
     """Put the residual add into the epilogue of the projection before it."""
     return _fuse_follower(graph, "fuse_residual", "add")
+
+
+def fuse_norm_residual(graph: Graph) -> Result:
+    """Put the residual add into the kernel of the norm before it, where a block ends in one."""
+    refusals: list[Refusal] = []
+    for add in [op for op in graph.ops if op.kind == "add"]:
+        candidates = [graph.producers.get(name) for name in add.inputs]
+        norms = [
+            op
+            for op in candidates
+            if op is not None and op.kind == "rms_norm" and graph.single_use(op.outputs[0]) is add
+        ]
+        if not norms:
+            reason: str | None = "no norm whose only reader it is"
+        else:
+            reason = obstacle(graph, [norms[-1], add])
+        if reason:
+            refusals.append(Refusal("fuse_norm_residual", add.name, reason))
+        else:
+            graph = join(graph, [norms[-1], add])
+    return graph, tuple(refusals)
 
 
 def fuse_gather_norm(graph: Graph) -> Result:
@@ -232,7 +302,7 @@ def fuse_gather_norm(graph: Graph) -> Result:
     refusals: list[Refusal] = []
     for gather in [op for op in graph.ops if op.kind == "gather_rows"]:
         norm = graph.single_use(gather.outputs[0])
-        if norm is None or norm.kind != "rms_norm":
+        if norm is None or norm.kind not in ("rms_norm", "layer_norm"):
             refusals.append(Refusal("fuse_gather_norm", gather.name, "no norm is its only reader"))
         else:
             graph = join(graph, [gather, norm])

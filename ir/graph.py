@@ -28,11 +28,15 @@ class Value:
 class RopeTable:
     """Declare the table of cosines and sines f32[C, rotary_dim]: cosines first, then sines.
 
-    `inverse_frequencies` has rotary_dim / 2 entries; both halves are multiplied by `scale`.
+    `inverse_frequencies` has rotary_dim / 2 entries; both halves are multiplied by `scale`. With
+    `long_inverse_frequencies` those count instead, for all positions, where the model is served
+    with a window of more than `short_window` tokens.
     """
 
     inverse_frequencies: tuple[float, ...]
     scale: float = 1.0
+    short_window: int = 0
+    long_inverse_frequencies: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,11 @@ class Weight:
     `parts` are checkpoint tensors concatenated along axis 0. `part_rows` are their rows. Where the
     checkpoint lacks the (single) part, `fallback` is used: a tied head. `interleave` g > 0 says
     that the first half of the rows (gate) and the second (up) alternate in groups of g rows, so
-    that one tile of a matmul holds both. `rope` marks a computed table, not a loaded tensor.
+    that one tile of a matmul holds both. `sections` with `groups` G > 1 says that the rows
+    come in G groups, each with its share of every section, and are sorted by section. `rope_pairs`
+    (rows, head, rotary) says that of the first rows the first `rotary` of each head are pairs of
+    neighbours, and are moved to where halves of a head make the pairs. `rope` marks a computed
+    table, not a loaded tensor.
     """
 
     name: str
@@ -51,6 +59,9 @@ class Weight:
     part_rows: tuple[int, ...] = ()
     fallback: str = ""
     interleave: int = 0
+    sections: tuple[int, ...] = ()
+    groups: int = 1
+    rope_pairs: tuple[int, ...] = ()
     rope: RopeTable | None = None
 
 

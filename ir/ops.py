@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from treadle.ir import dims as d
@@ -131,8 +131,22 @@ def infer_types(kind: str, params: Any, inputs: Types) -> Types:
 
 
 def describe(params: Any) -> str:
-    """Write parameters as `name=value, …`, in the order they are declared."""
-    return ", ".join(f"{f.name}={getattr(params, f.name)!r}" for f in fields(params))
+    """Write parameters as `name=value, …`, in the order they are declared.
+
+    Rare ones, which few models need, are left out where they have their defaults.
+    """
+    shown = [f for f in fields(params) if not _is_rare_default(params, f)]
+    return ", ".join(f"{f.name}={getattr(params, f.name)!r}" for f in shown)
+
+
+def _rare(default: Any) -> Any:
+    """Declare a parameter that is printed only where it differs from its default."""
+    return field(default=default, metadata={"rare": True})
+
+
+def _is_rare_default(params: Any, declared: Field[Any]) -> bool:
+    is_rare = bool(declared.metadata.get("rare"))
+    return is_rare and getattr(params, declared.name) == declared.default
 
 
 # --- checks shared by the type rules ------------------------------------------------------------
@@ -173,6 +187,45 @@ class RmsNormParams:
 
 
 @dataclass(frozen=True)
+class LayerNormParams:
+    """`eps` is added to the variance."""
+
+    eps: float
+
+
+@dataclass(frozen=True)
+class SectionNormParams:
+    """`sizes` are the widths of the sections; `eps` is added to each mean square, `offset` to the
+    weight.
+    """
+
+    sizes: tuple[int, ...]
+    eps: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class ScaleParams:
+    """`factor` is what every element is multiplied by."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class SoftCapParams:
+    """`cap` is what no result's absolute value exceeds."""
+
+    cap: float
+
+
+@dataclass(frozen=True)
+class ActivateParams:
+    """`act` is the activation."""
+
+    act: str
+
+
+@dataclass(frozen=True)
 class LinearParams:
     """`out_dtype` is the result's dtype; empty for the input's."""
 
@@ -196,19 +249,29 @@ class SplitParams:
 
 @dataclass(frozen=True)
 class RopeParams:
-    """`head_dim` is the width of a head; the table's width says how much of it is rotated."""
+    """`head_dim` is the width of a head; the table's width r says how much of it is rotated.
+
+    Pairs are made of the two halves of these r features, or of neighbours if `interleaved`.
+    """
 
     head_dim: int
+    interleaved: bool = _rare(False)
 
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """Heads of the queries and of the cache; `scale` multiplies the scores."""
+    """Heads of the queries and of the cache; `scale` multiplies the scores.
+
+    With a `window` W > 0 a token sees itself and the W - 1 tokens before it. With `soft_cap` c > 0
+    a score s counts as c tanh(s/c).
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
+    window: int = _rare(0)
+    soft_cap: float = _rare(0.0)
 
 
 @dataclass(frozen=True)
@@ -271,6 +334,45 @@ def _head_norm(params: RmsNormParams, x: TensorType, weight: TensorType) -> Type
     return (x,)
 
 
+@_define("layer_norm", LayerNormParams, "x weight bias?", "y", "row", flops=_per_element(7))
+def _layer_norm(
+    params: LayerNormParams, x: TensorType, weight: TensorType, bias: TensorType | None = None
+) -> Types:
+    """Shift and scale each row to mean 0 and variance 1, then by the weight, and add the bias.
+
+    Formula: y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
+    Shapes: x [T, E]; weight [E]; bias [E]; y [T, E].
+    Numerics: computed in f32; the variance is that of the row, not an estimate (divided by E).
+    Source: Ba, Kiros and Hinton, Layer Normalization, 2016.
+    """
+    for vector in (weight, bias):
+        if vector is not None:
+            expected = "weight and bias as wide as x's last axis"
+            _expect(vector.shape == x.shape[-1:], "layer_norm", expected, x, vector)
+    return (x,)
+
+
+@_define("section_norm", SectionNormParams, "x weight", "y", "row", flops=_per_element(4))
+def _section_norm(params: SectionNormParams, x: TensorType, weight: TensorType) -> Types:
+    """Scale the first sections of each row, each to unit root mean square, then by the weight.
+
+    Formula: y = x / sqrt(mean(x²) + eps) * (weight + offset), the mean over a section; what lies
+    beyond the sections passes through
+    Shapes: x [T, W]; weight [sum(sizes)], at most W; y [T, W].
+    Numerics: computed in f32.
+    Source: the norms of q and k in OLMo 2, 2025, where q, k and v are one projection.
+    """
+    width = sum(params.sizes)
+    _expect(
+        weight.shape == (width,) and width <= x.size(-1),
+        "section_norm",
+        f"a weight of {'+'.join(map(str, params.sizes))} elements and x no narrower",
+        x,
+        weight,
+    )
+    return (x,)
+
+
 def _linear_flops(_params: Any, inputs: Types, outputs: Types, dims: Dims) -> int:
     return 2 * _elements(outputs[0], dims) * d.bind(inputs[1].shape[1], dims)
 
@@ -307,6 +409,46 @@ def _add(params: NoParams, a: TensorType, b: TensorType) -> Types:
     return (a,)
 
 
+@_define("scale", ScaleParams, "x", "y", "pointwise", flops=_per_element(1))
+def _scale(params: ScaleParams, x: TensorType) -> Types:
+    """Multiply by a constant.
+
+    Formula: y = factor * x
+    """
+    return (x,)
+
+
+@_define("soft_cap", SoftCapParams, "x", "y", "pointwise", flops=_per_element(5))
+def _soft_cap(params: SoftCapParams, x: TensorType) -> Types:
+    """Bend what is large, so that nothing exceeds the cap.
+
+    Formula: y = cap * tanh(x / cap)
+    Numerics: computed in f32.
+    Source: Gemma Team, Gemma 2, 2024.
+    """
+    return (x,)
+
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+
+
+def _expect_activation(kind: str, act: str) -> None:
+    if act not in ACTIVATIONS:
+        raise SpecError(f"`{kind}` knows the activations {', '.join(ACTIVATIONS)}; found `{act}`.")
+
+
+@_define("activate", ActivateParams, "x", "y", "pointwise", flops=_per_element(6))
+def _activate(params: ActivateParams, x: TensorType) -> Types:
+    """Apply an activation to every element: of a feed-forward without a gate.
+
+    Formula: y = act(x)
+    Numerics: computed in f32; `gelu_tanh` is the approximation by tanh.
+    Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016.
+    """
+    _expect_activation("activate", params.act)
+    return (x,)
+
+
 @_define("glu", GluParams, "gate_up", "y", "pointwise", flops=_per_element(6))
 def _glu(params: GluParams, gate_up: TensorType) -> Types:
     """Gate one half of the features with the activated other half.
@@ -318,8 +460,7 @@ def _glu(params: GluParams, gate_up: TensorType) -> Types:
     """
     width = gate_up.size(-1)
     _expect(width % 2 == 0, "glu", "an even last axis", gate_up)
-    if params.act != "silu":
-        raise SpecError(f"`glu` knows the activation `silu`, found `{params.act}`.")
+    _expect_activation("glu", params.act)
     if params.interleave and (width // 2) % params.interleave:
         raise SpecError(f"`glu` can't alternate groups of {params.interleave} in {gate_up}.")
     return (gate_up.with_shape(*gate_up.shape[:-1], width // 2),)
@@ -344,7 +485,8 @@ def _split(params: SplitParams, x: TensorType) -> Types:
 def _rope(params: RopeParams, x: TensorType, positions: TensorType, table: TensorType) -> Types:
     """Rotate each head's halves by the angle of the token's position.
 
-    Formula: y[:r/2] = x1*cos - x2*sin; y[r/2:r] = x2*cos + x1*sin; dims beyond r pass through
+    Formula: y[:r/2] = x1*cos - x2*sin; y[r/2:r] = x2*cos + x1*sin; dims beyond r pass through;
+    interleaved, x1 and y[:r/2] are the even features below r, x2 and y[r/2:r] the odd ones
     Shapes: x [T, n*D]; positions i32[T]; table f32[C, r], cosines first, then sines.
     Numerics: computed in f32.
     Source: Su et al., RoFormer, 2021; halves as in Hugging Face's `rotate_half`.
@@ -418,11 +560,13 @@ def _kv_write(
 
 
 def _attention_flops(params: AttentionParams, _inputs: Types, _outputs: Types, dims: Dims) -> int:
-    return 4 * dims["T"] * params.num_heads * params.head_dim * dims["C"]
+    seen = min(dims["C"], params.window) if params.window else dims["C"]
+    return 4 * dims["T"] * params.num_heads * params.head_dim * seen
 
 
 def _attention_bytes(params: AttentionParams, inputs: Types, outputs: Types, dims: Dims) -> int:
-    cached = 2 * dims["B"] * dims["C"] * params.num_kv_heads * params.head_dim
+    seen = min(dims["C"], params.window) if params.window else dims["C"]
+    cached = 2 * dims["B"] * seen * params.num_kv_heads * params.head_dim
     query = inputs[0].num_bytes(dims) + outputs[0].num_bytes(dims)
     return query + cached * DTYPE_BYTES[inputs[1].dtype]
 
@@ -447,10 +591,11 @@ def _attention(
 ) -> Types:
     """Attend causally from each token to the tokens of its row, through the pages.
 
-    Formula: y = softmax(scale * q @ K.T + causal mask) @ V per head; query heads share H/G KV heads
+    Formula: y = softmax(scale * q @ K.T + causal mask) @ V per head; query heads share H/G KV
+    heads; with a window the mask hides older tokens too, with a soft cap scores are bent first
     Shapes: q [T, H*D]; cache kv[P, G, S, D]; y [T, H*D]. A step's own tokens are already in the
     cache.
-    Cost: counted for B sequences of context C.
+    Cost: counted for B sequences of context C, or of the window where that is shorter.
     """
     _expect_step(
         "attention",

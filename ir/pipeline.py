@@ -32,13 +32,16 @@ class Pass:
 PASSES: tuple[Pass, ...] = (
     # weights first: everything after sees the layout that the loader will make
     Pass("interleave_gate_up", fuse.interleave_gate_up, "authored"),
+    Pass("pair_rope_halves", fuse.pair_rope_halves, "authored"),
     # then what must be one kernel because a view would have to be materialised otherwise
     Pass("fuse_rope_kv_write", fuse.fuse_rope_kv_write, "partly fused"),
     Pass("fuse_rope_attention", fuse.fuse_rope_attention, "partly fused", joined_only=True),
     Pass("fuse_gather_norm", fuse.fuse_gather_norm, "partly fused"),
     # epilogues before prologues: an epilogue always wins, a prologue only for few tokens
     Pass("fuse_glu", fuse.fuse_glu, "partly fused"),
+    Pass("fuse_pointwise", fuse.fuse_pointwise, "partly fused"),
     Pass("fuse_residual", fuse.fuse_residual, "fused"),
+    Pass("fuse_norm_residual", fuse.fuse_norm_residual, "fused"),
     Pass("fuse_norm_prologue", fuse.fuse_norm_prologue, "fused", few_tokens_only=True),
 )
 

@@ -34,10 +34,18 @@ def print_weight(weight: Weight) -> str:
     head = f"weight @{weight.name}: {weight.type} = "
     if weight.rope:
         frequencies = ", ".join(map(repr, weight.rope.inverse_frequencies))
-        return f"{head}rope_table([{frequencies}], scale={weight.rope.scale!r})"
+        extra = ""
+        if weight.rope.long_inverse_frequencies:
+            others = ", ".join(map(repr, weight.rope.long_inverse_frequencies))
+            extra = (
+                f", short_window={weight.rope.short_window}, long_inverse_frequencies=({others},)"
+            )
+        return f"{head}rope_table([{frequencies}], scale={weight.rope.scale!r}{extra})"
     parts = [f"{part!r}: {rows}" for part, rows in zip(weight.parts, weight.part_rows, strict=True)]
     extra = f", fallback={weight.fallback!r}" if weight.fallback else ""
     extra += f", interleave={weight.interleave}" if weight.interleave else ""
+    extra += f", sections={weight.sections}, groups={weight.groups}" if weight.groups > 1 else ""
+    extra += f", rope_pairs={weight.rope_pairs}" if weight.rope_pairs else ""
     return f"{head}load({{{', '.join(parts)}}}{extra})"
 
 

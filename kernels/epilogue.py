@@ -77,8 +77,16 @@ TILES: dict[str, Tile] = {
     "matmul_skinny_tma": replace(WEIGHTS_LEFT, aligned=("x", "w")),
 }
 
-ACTIVATIONS: dict[str, str] = {
-    "silu": "{0} / (1.0 + tl.exp(-{0}))",
+# The lines of each activation; the last one gives its value.
+ACTIVATIONS: dict[str, tuple[str, ...]] = {
+    "silu": ("{0} / (1.0 + tl.exp(-{0}))",),
+    "gelu": ("0.5 * {0} * (1.0 + tl.erf({0} * 0.7071067811865476))",),
+    # 0.5 * (1 + tanh(z)) = 1 / (1 + exp(-2z)), and tanh is not in every Triton.
+    "gelu_tanh": (
+        "twice_z = 1.5957691216057308 * ({0} + 0.044715 * {0} * {0} * {0})",
+        "{0} / (1.0 + tl.exp(-twice_z))",
+    ),
+    "relu": ("tl.maximum({0}, 0.0)",),
 }
 
 
@@ -294,10 +302,31 @@ def _add(chain: _Chain, op: Op, target: str) -> None:
     ]
 
 
+def _scale(chain: _Chain, op: Op, target: str) -> None:
+    chain.lines.append(f"{target} = {chain.value} * {op.params.factor!r}")
+
+
+def _soft_cap(chain: _Chain, op: Op, target: str) -> None:
+    cap = op.params.cap
+    chain.lines.append(f"{target} = {soft_cap(chain.value, cap)}")
+
+
+def soft_cap(value: str, cap: float) -> str:
+    """Write cap * tanh(value / cap): tanh is not in every Triton, and exp is."""
+    return f"{cap!r} - {2.0 * cap!r} / (1.0 + tl.exp({value} * {2.0 / cap!r}))"
+
+
+def _activate(chain: _Chain, op: Op, target: str) -> None:
+    chain.lines += _activation(op.params.act, chain.value, target)
+
+
+def _activation(act: str, value: str, target: str) -> list[str]:
+    *lines, last = (line.format(value) for line in ACTIVATIONS[act])
+    return [*lines, f"{target} = {last}"]
+
+
 def _glu(chain: _Chain, op: Op, target: str) -> None:
     group, act, tile = op.params.interleave, op.params.act, chain.tile
-    if act not in ACTIVATIONS:
-        raise chain.refuse(op, f"the activation `{act}` has no expression")
     if not group:
         raise chain.refuse(
             op,
@@ -325,7 +354,7 @@ def _glu(chain: _Chain, op: Op, target: str) -> None:
     chain.lines += [
         f"pairs = tl.reshape({chain.value}, ({', '.join(split_axes)}))",
         f"gate, up = tl.split(tl.permute(pairs, ({', '.join(map(str, order))})))",
-        f"gate = {ACTIVATIONS[act].format('gate')}",
+        *_activation(act, "gate", "gate"),
         f"{target} = tl.reshape(gate * up, {shape})  # [{sizes}]",
         *place,
     ]
@@ -335,14 +364,20 @@ def _glu(chain: _Chain, op: Op, target: str) -> None:
 
 
 Step = Callable[[_Chain, Op, str], None]
-POINTWISE: dict[str, Step] = {"add": _add, "glu": _glu}
+POINTWISE: dict[str, Step] = {
+    "activate": _activate,
+    "add": _add,
+    "glu": _glu,
+    "scale": _scale,
+    "soft_cap": _soft_cap,
+}
 
 
 # --- names --------------------------------------------------------------------------------------
 
 # What hook lines call their own temporaries; a graph's value of that name gets an underscore.
 _TEMPORARIES = {"bias", "column", "gate", "inside", "mean_square", "norm_weight", "pairs"}
-_TEMPORARIES |= {"features", "residual", "residual_ptrs", "squares", "tokens", "up", "y"}
+_TEMPORARIES |= {"features", "residual", "residual_ptrs", "squares", "tokens", "twice_z", "up", "y"}
 
 
 def _local(chain: _Chain, op: Op) -> str:

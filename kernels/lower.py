@@ -17,7 +17,7 @@ from treadle.ir.errors import LoweringError
 from treadle.ir.graph import Graph, Op
 from treadle.ir.types import DTYPE_BYTES
 from treadle.kernels.emit import Fact, Header, Hooks, emit_module, read_template
-from treadle.kernels.epilogue import TILES, FusedLinear, lower_linear
+from treadle.kernels.epilogue import TILES, FusedLinear, lower_linear, soft_cap
 from treadle.kernels.schedule import (
     INTERPRETER,
     Schedule,
@@ -295,22 +295,64 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
         **_cache(cache),
         "num_seqs": "size:B",
     }
+    if params.window:
+        # What lies before the window is not read: it does not lengthen a sequence.
+        seen = min(where.dims["C"], params.window + graph.type_of(cache).size(2))
+        where = replace(where, dims={**where.dims, "C": seen})
+    limits = "".join(
+        suffix for suffix, is_on in (("_window", params.window), ("_cap", params.soft_cap)) if is_on
+    )
+    hooks = _limit_hooks(params, where.step)
     if where.step != "decode":
         arguments = {**shared, "query_start": f"value:{query_start}", "num_tokens": "size:T"}
-        for schedule in attention_prefill_schedules(where.dims, where.machine):
-            yield Candidate("attention_prefill", "attention_prefill", shape, schedule, arguments)
+        prefill = Candidate(
+            f"attention_prefill{limits}", "attention_prefill", shape, {}, arguments, hooks=hooks
+        )
+        schedules = attention_prefill_schedules(where.dims, where.machine)
+        if params.soft_cap:
+            # A cap takes registers: smaller tiles come first, for they don't spill.
+            schedules = iter(sorted(schedules, key=lambda each: int(each["BLOCK_TOKENS"])))
+        for schedule in schedules:
+            yield replace(prefill, schedule=schedule)
         page_size = graph.type_of(cache).size(2)
         for schedule in attention_prefill_tma_schedules(
             params.head_dim, page_size, where.dims, where.machine
         ):
-            yield Candidate(
-                "attention_prefill", "attention_prefill_tma", shape, schedule, arguments
-            )
+            yield replace(prefill, template="attention_prefill_tma", schedule=schedule)
         return
     schedules = attention_decode_schedules(params.num_kv_heads, where.dims, where.machine)
-    yield from _split_attention(
-        "attention_decode", "attention_decode", shape, shared, where, schedules
-    )
+    for candidate in _split_attention(
+        f"attention_decode{limits}", "attention_decode", shape, shared, where, schedules
+    ):
+        yield replace(candidate, hooks=hooks)
+
+
+def _limit_hooks(params: ops.AttentionParams, step: str) -> dict[str, tuple[str, ...]]:
+    """Write the lines of a window and of a soft cap; none where there is neither."""
+    pages: tuple[str, ...] = ()
+    scores: tuple[str, ...] = ()
+    window, newest = params.window, "context" if step == "decode" else "positions[:, None] + 1"
+    if params.soft_cap:
+        # Scores are scaled later: what bends them is as much larger.
+        capped = soft_cap("scores", params.soft_cap / params.scale)
+        scores = (
+            f"# a score s counts as {params.soft_cap!r} tanh(s / {params.soft_cap!r})",
+            f"scores = {capped}",
+        )
+    if window:
+        first = "context" if step == "decode" else "context - num_queries + first_query + 1"
+        pages = (
+            f"# Whole pages before the window of {window} tokens are left out.",
+            f"skipped = tl.maximum({first} - {window}, 0) // PAGE_SIZE",
+            "context -= skipped * PAGE_SIZE",
+            "block_table_ptr += skipped",
+        )
+        scores += (
+            "# Not infinite: a row may see nothing of its first tiles.",
+            f"seen = tokens[None, :] >= {newest} - {window}",
+            "scores = tl.where(seen, scores, -1.0e30)",
+        )
+    return {"FIRST_PAGE": pages, "SCORES": scores}
 
 
 def _split_attention(
@@ -439,6 +481,12 @@ def _read_append(name: str, body: Sequence[Op]) -> _Append:
             f"{rope_k.inputs[1:]}.",
             remedy="One kernel ropes both: give them one table and one head size.",
         )
+    if rope_q.params.interleaved:
+        raise LoweringError(
+            f"`{name}`: a kernel rotates pairs that are halves of a head, not neighbours.",
+            remedy="`explain` says why the rows of q and k were not reordered "
+            "(`pair_rope_halves`).",
+        )
     _, positions, table = rope_q.inputs
     _, _, _, token_seq, seq_rows, block_table, cache = write.inputs
     return _Append(
@@ -532,8 +580,12 @@ def _read_head_norms(op: Op, norms: Sequence[Op]) -> tuple[ops.RmsNormParams, di
 
 
 def _lower_norm(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
-    norm = op.plain[-1]
-    gather = op.plain[0] if op.plain[0].kind == "gather_rows" else None
+    """Lower a norm, with the choice of its rows before it or an add after it."""
+    norm, gather = _read_norm(op)
+    add = op.plain[-1] if op.plain[-1].kind == "add" else None
+    others = [name for name in add.inputs if name != norm.outputs[0]] if add else []
+    if add and len(others) != 1:
+        raise LoweringError(f"`{op.name}`: a norm's result should be added to another value.")
     x = gather.inputs[0] if gather else norm.inputs[0]
     hidden = graph.type_of(x).size(-1)
     rows = _leading(graph, op, op.outputs[0])
@@ -549,10 +601,71 @@ def _lower_norm(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
         "index": f"value:{gather.inputs[1]}" if gather else "none:",
         "residual": "none:",
         "stream": "none:",
+        **_values(("other",) if add else (), others),
+        "num_rows": f"size:{rows}",
+    }
+    epilogue = (
+        "other = tl.load(other_ptr + offsets, mask=mask, other=0.0).to(tl.float32)",
+        "y += other",
+    )
+    for schedule in norm_schedules(hidden, where.dims[rows], where.machine):
+        yield Candidate(
+            _kernel_name(op),
+            "norm",
+            shape,
+            schedule,
+            arguments,
+            hooks={"EPILOGUE": epilogue if add else ()},
+            operands=("other",) if add else (),
+        )
+
+
+def _read_norm(op: Op) -> tuple[Op, Op | None]:
+    """Give the norm of a body, and what chooses its rows."""
+    gather = op.plain[0] if op.plain[0].kind == "gather_rows" else None
+    return op.plain[1 if gather else 0], gather
+
+
+def _lower_layer_norm(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    norm, gather = _read_norm(op)
+    x, weight, *bias = norm.inputs
+    hidden = graph.type_of(x).size(-1)
+    rows = _leading(graph, op, op.outputs[0])
+    shape: dict[str, Fact] = {
+        "HIDDEN": hidden,
+        "EPS": norm.params.eps,
+        "HAS_BIAS": bool(bias),
+        "GATHER": gather is not None,
+    }
+    arguments = {
+        **_values(("weight", "y"), (weight, op.outputs[0])),
+        "x": f"value:{gather.inputs[0] if gather else x}",
+        "bias": f"value:{bias[0]}" if bias else "none:",
+        "index": f"value:{gather.inputs[1]}" if gather else "none:",
         "num_rows": f"size:{rows}",
     }
     for schedule in norm_schedules(hidden, where.dims[rows], where.machine):
-        yield Candidate(_kernel_name(op), "norm", shape, schedule, arguments)
+        yield Candidate(_kernel_name(op), "layer_norm", shape, schedule, arguments)
+
+
+def _lower_section_norm(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    sizes = op.params.sizes
+    if len(sizes) > 2:
+        raise LoweringError(
+            f"`{op.name}`: a kernel normalises at most two sections of a row; found {len(sizes)}.",
+            remedy="Normalise the others with a second `section_norm`.",
+        )
+    rows = _leading(graph, op, op.outputs[0])
+    shape: dict[str, Fact] = {
+        "FIRST": sizes[0],
+        "SECOND": sizes[1] if len(sizes) > 1 else 0,
+        "WIDTH": graph.type_of(op.inputs[0]).size(-1),
+        "EPS": op.params.eps,
+        "OFFSET": op.params.offset,
+    }
+    arguments = _plain_arguments(op, ("y",), num_rows=rows)
+    for schedule in norm_schedules(max(sizes), where.dims[rows], where.machine):
+        yield Candidate("section_norm", "section_norm", shape, schedule, arguments)
 
 
 def _leading(graph: Graph, op: Op, name: str) -> str:
@@ -587,7 +700,10 @@ def _lower_embed(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
 
 
 def _lower_add(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
-    """Lower an add that no linear took into its epilogue."""
+    """Lower an add that no linear took into its epilogue, with a norm before it if it has one."""
+    if op.body:
+        yield from _lower_norm(op, graph, where)
+        return
     width = graph.type_of(op.outputs[0]).size(-1)
     shape: dict[str, Fact] = {"WIDTH": width, "OP": "add"}
     rows = _leading(graph, op, op.outputs[0])
@@ -652,6 +768,8 @@ _LOWERINGS: dict[str, Callable[[Op, Graph, Situation], Iterator[Candidate]]] = {
     "attention": _lower_attention,
     "kv_write": _lower_append,
     "rms_norm": _lower_norm,
+    "layer_norm": _lower_layer_norm,
+    "section_norm": _lower_section_norm,
     "add": _lower_add,
     "glu": _lower_glu,
     "embed": _lower_embed,

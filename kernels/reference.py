@@ -82,6 +82,44 @@ def head_norm(
     return rms_norm(heads, weight, eps=eps, offset=offset).flatten(-2)  # [T, n * D]
 
 
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, eps: float
+) -> torch.Tensor:
+    """Shift and scale each row to mean 0 and variance 1, then scale and shift it per feature.
+
+    Formula: (x - mean(x)) / sqrt(var(x) + eps) * weight + bias.
+    Shapes: x [T, E], weight, bias [E] -> [T, E] in the dtype of x.
+    Numerics: fp32 throughout, rounded once at the end.
+    """
+    bias = None if bias is None else bias.float()  # [E]
+    return F.layer_norm(x.float(), weight.shape, weight.float(), bias, eps).to(x.dtype)  # [T, E]
+
+
+def section_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    sizes: Sequence[int],
+    eps: float,
+    offset: float = 0.0,
+) -> torch.Tensor:
+    """Divide the first sections of each row by their root mean squares and scale them per feature.
+
+    Formula: x / sqrt(mean(x^2) + eps) * (weight + offset), the mean over a section; what lies
+      beyond the sections passes through.
+    Shapes: x [T, W], weight [sum(sizes)] -> [T, W] in the dtype of x.
+    Numerics: fp32 throughout, rounded once at the end.
+    """
+    width = sum(sizes)
+    sections = x[..., :width].split_with_sizes(list(sizes), dim=-1)
+    weights = weight.split_with_sizes(list(sizes))
+    normed = [
+        rms_norm(section, part, eps=eps, offset=offset)
+        for section, part in zip(sections, weights, strict=True)
+    ]
+    return torch.cat((*normed, x[..., width:]), dim=-1)  # [T, W]
+
+
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -173,6 +211,29 @@ def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def mul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Multiply two tensors of one shape and dtype; fp32 inside, rounded once."""
     return a * b
+
+
+def scale(x: torch.Tensor, *, factor: float) -> torch.Tensor:
+    """Multiply by a constant; fp32 inside, rounded once."""
+    return (x.float() * factor).to(x.dtype)
+
+
+def soft_cap(x: torch.Tensor, *, cap: float) -> torch.Tensor:
+    """Bend what is large, so that nothing exceeds the cap: cap * tanh(x / cap).
+
+    Numerics: fp32 inside, rounded once.
+    """
+    return (x.float() / cap).tanh_().mul_(cap).to(x.dtype)
+
+
+def activate(x: torch.Tensor, *, act: str) -> torch.Tensor:
+    """Apply an activation to every element; fp32 inside, rounded once.
+
+    Raises: SpecError: unknown activation.
+    """
+    if act not in ACTIVATIONS:
+        raise errors.SpecError(f"activate: expected `act` in {sorted(ACTIVATIONS)}, found `{act}`.")
+    return ACTIVATIONS[act](x.float()).to(x.dtype)
 
 
 def glu(x: torch.Tensor, *, act: str = "silu", interleave: int = 0) -> torch.Tensor:
@@ -364,12 +425,14 @@ def rope(
     cos_sin: torch.Tensor,
     *,
     head_dim: int,
+    interleaved: bool = False,
     angles: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Rotate each head by its token's position, in the half-split pairing of Hugging Face.
 
     Formula: (a, b) -> (a cos - b sin, b cos + a sin), a = features [0, r / 2), b = features [r / 2,
-      r) of a head, r = rotary_dim; features from r on pass through.
+      r) of a head, r = rotary_dim; interleaved, a and b are its even and odd features; features
+      from r on pass through.
     Shapes: x [T, n * D], positions i32[T], cos_sin f32[C, r] (cos in the first half, sin in the
       second) -> [T, n * D] in the dtype of x. `angles` = rope_angles(positions, cos_sin) saves time
       only.
@@ -378,8 +441,12 @@ def rope(
     cos, sin = rope_angles(positions, cos_sin) if angles is None else angles
     rotary_dim = cos_sin.shape[-1]
     heads = x.unflatten(-1, (-1, head_dim))  # [T, n, D]
-    pairs = heads[..., :rotary_dim].unflatten(-1, (2, rotary_dim // 2))  # [T, n, 2, r / 2]
-    rotated = (pairs * cos).add_(pairs.flip(-2) * sin).to(x.dtype).flatten(-2)  # [T, n, r]
+    if interleaved:
+        pairs = heads[..., :rotary_dim].unflatten(-1, (-1, 2)).mT  # [T, n, 2, r / 2]
+    else:
+        pairs = heads[..., :rotary_dim].unflatten(-1, (2, -1))  # [T, n, 2, r / 2]
+    rotated = (pairs * cos).add_(pairs.flip(-2) * sin).to(x.dtype)  # [T, n, 2, r / 2]
+    rotated = (rotated.mT if interleaved else rotated).flatten(-2)  # [T, n, r]
     if rotary_dim < head_dim:
         rotated = torch.cat((rotated, heads[..., rotary_dim:]), dim=-1)  # [T, n, D]
     return rotated.flatten(-2)  # [T, n * D]
@@ -442,12 +509,16 @@ def attention(
     num_kv_heads: int,
     head_dim: int,
     scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
     plan: StepPlan | None = None,
 ) -> torch.Tensor:
     """Attend causally over the pages of each token's own sequence.
 
     Formula: softmax(q k^T * scale) v over the positions up to the token's own; the last query token
       of a sequence stands at position context_len - 1. Query head h reads KV head h // (H / G).
+      With a window W > 0 positions W and more before the token's own are left out; with a soft cap
+      c > 0 a score s counts as c tanh(s / c).
     Shapes: q [T, H * D], k_cache, v_cache [P, G, S, D], block_table i32[R, M], seq_rows i32[B],
       query_start i32[B + 1], context_lens i32[B] -> [T, H * D] in the dtype of q. Tokens of a
       padding sequence (row -1 or context 0), and those after query_start[B], give 0. `plan` saves
@@ -455,6 +526,9 @@ def attention(
     Numerics: sums and softmax in fp32, rounded once at the end; bf16 inputs also round the softmax
       weights before they multiply v, like the kernels.
     """
+    if window or soft_cap:
+        step = (block_table, seq_rows, query_start, context_lens)
+        return _attend_limited(q, k_cache, v_cache, *step, scale, window, soft_cap)
     if plan is None:
         no_tokens = query_start[:0]  # [0]: nothing is written here
         plan = plan_step(
@@ -506,6 +580,50 @@ def attention(
             scale=scale,
         )  # [G, H / G, T', D]
         out[start:stop] = attended.permute(2, 0, 1, 3).reshape(count, -1).to(q.dtype)
+    return out
+
+
+def _attend_limited(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_rows: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    window: int,
+    soft_cap_: float,
+) -> torch.Tensor:
+    """Attend with a window or a soft cap, sequence by sequence; see `attention`.
+
+    Nothing before the window of a sequence's first query is read.
+    """
+    _, num_kv_heads, page_size, head_dim = k_cache.shape
+    dtype = q.dtype if q.dtype == k_cache.dtype == torch.bfloat16 else torch.float32
+    out = torch.zeros_like(q)  # [T, H * D]
+    starts, contexts, rows = query_start.tolist(), context_lens.tolist(), seq_rows.tolist()
+    for seq, (row, context) in enumerate(zip(rows, contexts, strict=True)):
+        start, stop = starts[seq], starts[seq + 1]
+        if row < 0 or context == 0 or start == stop:
+            continue
+        prior = context - (stop - start)
+        first = max(prior - window + 1, 0) if window else 0
+        seen = torch.arange(first, context, device=q.device)  # [C']
+        pages = block_table[row, seen // page_size].long()  # [C']
+        k = k_cache[pages, :, seen % page_size].permute(1, 2, 0)[:, None].to(dtype).float()
+        v = v_cache[pages, :, seen % page_size].transpose(0, 1)[:, None].to(dtype)  # [G, 1, C', D]
+        query = q[start:stop].view(stop - start, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        scores = query.float() @ k * scale  # [G, H / G, T', C']
+        if soft_cap_:
+            scores = soft_cap(scores, cap=soft_cap_)
+        position = torch.arange(prior, context, device=q.device)[:, None]  # [T', 1]
+        hidden = seen > position  # [T', C']
+        if window:
+            hidden |= seen <= position - window
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).to(dtype)
+        attended = weights.float() @ v.float()  # [G, H / G, T', D]
+        out[start:stop] = attended.permute(2, 0, 1, 3).reshape(stop - start, -1).to(q.dtype)
     return out
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from treadle.ir.builder import GraphBuilder
 from treadle.ir.graph import Graph, Value
 from treadle.models.config import ModelConfig
-from treadle.models.rope import rope_attention_factor, rope_inverse_frequencies
+from treadle.models.rope import RopeConfig, rope_attention_factor, rope_inverse_frequencies
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,20 @@ class Names:
     head: str = "lm_head"
 
 
+@dataclass(frozen=True)
+class NormStyle:
+    """Say which norm a family uses: of the root mean square, or, if centred, of mean and variance.
+
+    `offset` is added to the weight, which a centred norm can't have; `has_bias` one to the result.
+    """
+
+    is_centred: bool = False
+    has_bias: bool = False
+    offset: float = 0.0
+
+
 LLAMA_NAMES = Names()
+RMS_NORM = NormStyle()
 
 
 @dataclass(frozen=True)
@@ -39,11 +52,12 @@ class Layer:
     config: ModelConfig
     index: int
     names: Names
+    norm_style: NormStyle
 
     def norm(self, x: Value, module: str) -> Value:
         """Normalise by the weight of `module`, `input_layernorm` for example."""
-        weight = f"layers.{self.index}.{module}"
-        return _norm(self.b, self.config, x, f"{self._at}.{module}", weight=weight, name=module)
+        b, at, eps = self.b, f"{self._at}.{module}", self.config.norm_eps
+        return _norm(b, x, at, f"layers.{self.index}.{module}", self.norm_style, eps, name=module)
 
     def head_norm(self, x: Value, module: str) -> Value:
         """Normalise each head by the weight of `module`, `self_attn.q_norm` for example."""
@@ -51,14 +65,39 @@ class Layer:
         weight = self.b.weight(
             f"layers.{self.index}.{name}", f"{self._at}.{module}.weight", self.config.head_dim
         )
-        return self.b.head_norm(x, weight, eps=self.config.norm_eps, name=name)
+        style, eps = self.norm_style, self.config.norm_eps
+        return self.b.head_norm(x, weight, eps=eps, offset=style.offset, name=name)
 
-    def project(self, x: Value, name: str, modules: Mapping[str, int], *, bias: bool) -> Value:
-        """Multiply by the weights of `modules`, joined in order; the numbers are their rows."""
+    def section_norm(self, x: Value, name: str, modules: Mapping[str, int]) -> Value:
+        """Normalise the first sections of rows by the weights of `modules`; numbers are widths."""
+        weights = {f"{self._at}.{module}.weight": size for module, size in modules.items()}
+        weight = self.b.weight(f"layers.{self.index}.{name}", weights)
+        sizes, style = tuple(modules.values()), self.norm_style
+        return self.b.section_norm(
+            x, weight, sizes=sizes, eps=self.config.norm_eps, offset=style.offset, name=name
+        )
+
+    def project(
+        self,
+        x: Value,
+        name: str,
+        modules: Mapping[str, int],
+        *,
+        bias: bool,
+        sections: tuple[int, ...] = (),
+        groups: int = 1,
+    ) -> Value:
+        """Multiply by the weights of `modules`, joined in order; the numbers are their rows.
+
+        With `groups` a module's rows come group by group, each with its share of every section.
+        """
         weights = {f"{self._at}.{module}.weight": rows for module, rows in modules.items()}
         biases = {f"{self._at}.{module}.bias": rows for module, rows in modules.items()}
-        weight = self.b.weight(f"layers.{self.index}.{name}", weights, x.type.size(-1))
-        bias_value = self.b.weight(f"layers.{self.index}.{name}_bias", biases) if bias else None
+        label = f"layers.{self.index}.{name}"
+        weight = self.b.weight(label, weights, x.type.size(-1), sections=sections, groups=groups)
+        bias_value = None
+        if bias:
+            bias_value = self.b.weight(f"{label}_bias", biases, sections=sections, groups=groups)
         return self.b.linear(x, weight, bias_value, name=name)
 
     @property
@@ -72,40 +111,62 @@ def decoder(
     block: Callable[[Layer, Value], Value],
     *,
     names: Names = LLAMA_NAMES,
+    norm_style: NormStyle = RMS_NORM,
+    embedding_scale: float = 1.0,
 ) -> Graph:
     """Describe a step: embed the tokens, pass them through a block per layer, sample.
 
     `block` takes a layer and the stream before it, and gives the stream after it.
     """
-    x = b.embed(b.weight("embed", f"{names.embed}.weight", config.vocab_size, config.hidden_size))
+    table = b.weight("embed", f"{names.embed}.weight", config.vocab_size, config.hidden_size)
+    x = b.embed(table, scale=embedding_scale * config.embedding_scale)
     for index in range(config.num_layers):
         b.scope(f"layers.{index}")
-        x = block(Layer(b, config, index, names), x)
+        x = block(Layer(b, config, index, names, norm_style), x)
     b.scope("")
     x = b.last_rows(x, name="last")
-    x = _norm(b, config, x, names.norm, weight="norm", name="normed")
-    return b.finish(_head(b, config, x, names))
+    x = _norm(b, x, names.norm, "norm", norm_style, config.norm_eps, name="normed")
+    return b.finish(_logits(b, config, x, names))
 
 
 def rope_table(b: GraphBuilder, config: ModelConfig) -> Value:
     """Declare the cosines and sines of the config's RoPE."""
-    frequencies = rope_inverse_frequencies(config.rope, config.head_dim)
-    return b.rope_table("rope", frequencies, rope_attention_factor(config.rope))
+    return _table(b, "rope", config.rope)
+
+
+def _table(b: GraphBuilder, name: str, rope: RopeConfig) -> Value:
+    scale = rope_attention_factor(rope)
+    if rope.kind != "longrope":
+        return b.rope_table(name, rope_inverse_frequencies(rope), scale)
+    return b.rope_table(
+        name,
+        rope_inverse_frequencies(rope),
+        scale,
+        short_window=rope.original_max_position_embeddings or 0,
+        long_inverse_frequencies=rope_inverse_frequencies(rope, is_long=True),
+    )
 
 
 def rope_tables(b: GraphBuilder, config: ModelConfig) -> Sequence[Value]:
-    """Declare a table for each layer, the same for those that rotate, zeros for those that don't.
+    """Declare a table for each layer: of the config's RoPE, of its local one, or of zeros.
 
-    Rotating by angles of zero changes nothing, so that all layers share their kernels.
+    Rotating by angles of zero changes nothing, so that layers without RoPE share the kernels of the
+    others.
     """
-    without = config.no_rope_layers
-    tables = {}
-    if len(without) < config.num_layers:
-        tables[True] = rope_table(b, config)
-    if without:
-        pairs = config.rope.rotary_dim // 2
-        tables[False] = b.rope_table("no_rope", (0.0,) * pairs, 1.0)
-    return [tables[index not in without] for index in range(config.num_layers)]
+    tables: dict[str, Value] = {}
+    chosen = []
+    for index in range(config.num_layers):
+        name, rope = "rope", config.rope
+        if index in config.no_rope_layers:
+            name = "no_rope"
+        elif config.local_rope and index in config.sliding_layers:
+            name, rope = "local_rope", config.local_rope
+        if name not in tables:
+            zeros = (0.0,) * (rope.rotary_dim // 2)
+            is_rope = name != "no_rope"
+            tables[name] = _table(b, name, rope) if is_rope else b.rope_table(name, zeros)
+        chosen.append(tables[name])
+    return chosen
 
 
 def rotary_attention(
@@ -116,30 +177,48 @@ def rotary_attention(
     modules: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     output: str = "self_attn.o_proj",
     has_head_norms: bool = False,
+    has_row_norms: bool = False,
+    is_grouped: bool = False,
+    interleaved: bool = False,
 ) -> Value:
     """Project to q, k and v, rotate, attend through the layer's pages and project back.
 
     `modules` are those of q, k and v, or the one that holds all three. With `has_head_norms` the
-    heads of q and k are normalised before they are rotated.
+    heads of q and k are normalised before they are rotated, with `has_row_norms` all heads of a
+    token together. `is_grouped` says that the one module's rows come KV head by KV head, each with
+    its queries; `interleaved` that neighbours rotate as a pair.
     """
     b, config = layer.b, layer.config
     head_dim = config.head_dim
     q_width, kv_width = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    rows = _rows_of(modules, (q_width, kv_width, kv_width))
-    qkv = layer.project(x, "qkv", rows, bias=config.qkv_bias)
+    sizes = (q_width, kv_width, kv_width)
+    groups = config.num_kv_heads if is_grouped else 1
+    qkv = layer.project(
+        x,
+        "qkv",
+        _rows_of(modules, sizes),
+        bias=config.qkv_bias,
+        sections=sizes,
+        groups=groups,
+    )
+    if has_row_norms:
+        widths = {"self_attn.q_norm": q_width, "self_attn.k_norm": kv_width}
+        qkv = layer.section_norm(qkv, "qk_norm", widths)
     q, k, v = b.split(qkv, q_width, kv_width, kv_width, name="q k v")
     if has_head_norms:
         q = layer.head_norm(q, "self_attn.q_norm")
         k = layer.head_norm(k, "self_attn.k_norm")
     attended = b.attention(
-        b.rope(q, table, head_dim=head_dim, name="q_rope"),
-        b.rope(k, table, head_dim=head_dim, name="k_rope"),
+        b.rope(q, table, head_dim=head_dim, interleaved=interleaved, name="q_rope"),
+        b.rope(k, table, head_dim=head_dim, interleaved=interleaved, name="k_rope"),
         v,
         cache=f"kv.{layer.index}",
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=head_dim,
-        scale=head_dim**-0.5,
+        scale=config.attention_scale,
+        window=config.window_of(layer.index),
+        soft_cap=config.attention_cap,
         name="attended",
     )
     return layer.project(attended, "o", {output: config.hidden_size}, bias=config.output_bias)
@@ -163,6 +242,15 @@ def gated_mlp(
     return layer.project(gated, "down", {output: config.hidden_size}, bias=config.mlp_bias)
 
 
+def mlp(layer: Layer, x: Value, *, module: str, output: str) -> Value:
+    """Project up, activate and project down, without a gate."""
+    config = layer.config
+    rows = {module: config.intermediate_size}
+    hidden = layer.project(x, "up", rows, bias=config.mlp_bias)
+    hidden = layer.b.activate(hidden, act=config.hidden_act, name="activated")
+    return layer.project(hidden, "down", {output: config.hidden_size}, bias=config.mlp_bias)
+
+
 def _rows_of(modules: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int]:
     if len(modules) == 1:
         return {modules[0]: sum(sizes)}
@@ -170,16 +258,33 @@ def _rows_of(modules: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int]
 
 
 def _norm(
-    b: GraphBuilder, config: ModelConfig, x: Value, module: str, *, weight: str, name: str
+    b: GraphBuilder,
+    x: Value,
+    module: str,
+    weight_name: str,
+    style: NormStyle,
+    eps: float,
+    *,
+    name: str,
 ) -> Value:
-    """Normalise rows by the weight of a module, which the graph calls `weight`."""
-    scale = b.weight(weight, f"{module}.weight", x.type.size(-1))
-    return b.rms_norm(x, scale, eps=config.norm_eps, name=name)
+    """Normalise rows by the weight, and bias, of a module of the checkpoint."""
+    weight = b.weight(weight_name, f"{module}.weight", x.type.size(-1))
+    if not style.is_centred:
+        return b.rms_norm(x, weight, eps=eps, offset=style.offset, name=name)
+    bias = None
+    if style.has_bias:
+        bias = b.weight(f"{weight_name}_bias", f"{module}.bias", x.type.size(-1))
+    return b.layer_norm(x, weight, bias, eps=eps, name=name)
 
 
-def _head(b: GraphBuilder, config: ModelConfig, x: Value, names: Names) -> Value:
-    """Multiply by the head, tied or not, which gives the logits."""
+def _logits(b: GraphBuilder, config: ModelConfig, x: Value, names: Names) -> Value:
+    """Multiply by the head, tied or not, scale and cap."""
     tied_to = f"{names.embed}.weight" if config.tie_word_embeddings else ""
     shape = (config.vocab_size, config.hidden_size)
     weight = b.weight("lm_head", f"{names.head}.weight", *shape, fallback=tied_to)
-    return b.linear(x, weight, out_dtype="f32", name="logits")
+    scale, cap = config.logit_scale, config.logit_cap
+    is_raw = scale == 1.0 and not cap
+    logits = b.linear(x, weight, out_dtype="f32", name="logits" if is_raw else "raw_logits")
+    if scale != 1.0:
+        logits = b.scale(logits, scale, name="scaled_logits" if cap else "logits")
+    return b.soft_cap(logits, cap, name="logits") if cap else logits

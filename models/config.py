@@ -7,12 +7,12 @@ change the maths without being supported is an error. Called by the model specs 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from treadle.ir.errors import SpecError
-from treadle.models.defaults import DEFAULTS, Defaults
+from treadle.models.defaults import BIAS_KEYS, DEFAULTS, LLAMA_BIASES, Defaults
 from treadle.models.rope import ROPE_KINDS, RopeConfig
 
 DTYPES: tuple[str, ...] = ("bfloat16", "float16", "float32")
@@ -24,7 +24,12 @@ class ModelConfig:
 
     `qkv_bias` says whether q, k and v have biases, `output_bias` whether attention's output
     projection has one. `sliding_window` is None where attention sees the whole context.
-    `no_rope_layers` are the indices of the layers that rotate nothing.
+    `no_rope_layers` are the indices of the layers that rotate nothing. `attention_scale` multiplies
+    the scores, `embedding_scale` the embeddings, `residual_scale` what a block adds to the stream,
+    `logit_scale` the logits; `attention_cap` and `logit_cap` bend scores and logits, where they are
+    not 0. `sliding_layers` are those whose attention has the window, and whose RoPE is `local_rope`
+    where there is one. `parallel_residual` says that attention and feed-forward of a layer
+    read the same stream.
     `unknown_keys` are the config's keys that nobody reads and nobody listed as harmless; they are
     for display.
     """
@@ -49,8 +54,21 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    local_rope: RopeConfig | None = None
     no_rope_layers: tuple[int, ...] = ()
+    attention_scale: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    parallel_residual: bool = False
+    logit_scale: float = 1.0
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
     unknown_keys: tuple[str, ...] = ()
+
+    def window_of(self, layer: int) -> int:
+        """Give the window of a layer's attention, in tokens, or 0 where it sees all."""
+        return (self.sliding_window or 0) if layer in self.sliding_layers else 0
 
 
 # Keys that would change the maths: accepted only with a value under which they change nothing.
@@ -82,6 +100,7 @@ _ONLY_NEUTRAL: dict[str, tuple[object, ...]] = {
     "rope_interleaved": (None, False),
     "scale_depth": (None,),
     "scale_emb": (None, 1),
+    "use_bidirectional_attention": (None, False),
     "use_parallel_residual": (None, False),
     "use_qk_norm": (None, False),
 }
@@ -90,17 +109,19 @@ _ONLY_NEUTRAL: dict[str, tuple[object, ...]] = {
 # (those are read from generation_config.json), and settings of other software.
 _IGNORED: frozenset[str] = frozenset({
     "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal",
-    "_commit_hash", "_flash_attn_2_enabled", "_name_or_path", "attention_dropout",
+    "_commit_hash", "_flash_attn_2_enabled", "_name_or_path", "_sliding_window_pattern",
+    "attention_dropout",
     "attn_implementation", "attn_pdrop", "bad_words_ids", "begin_suppress_tokens",
-    "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id",
-    "diversity_penalty", "do_sample", "early_stopping", "embd_pdrop",
+    "chunk_size_feed_forward", "classifier_dropout", "cross_attention_hidden_size",
+    "decoder_start_token_id",
+    "diversity_penalty", "do_sample", "early_stopping", "embd_pdrop", "embedding_dropout",
     "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "finetuning_task",
     "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "hidden_dropout",
     "id2label", "initializer_range", "is_decoder", "is_llama_config", "label2id", "length_penalty",
     "max_length", "max_window_layers", "min_length", "no_repeat_ngram_size", "num_beam_groups",
     "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states",
     "output_router_logits", "output_scores", "pad_token_id", "prefix", "problem_type",
-    "remove_invalid_values", "repetition_penalty", "resid_pdrop", "return_dict",
+    "remove_invalid_values", "repetition_penalty", "resid_pdrop", "residual_dropout", "return_dict",
     "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params",
     "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torchscript",
     "transformers.js_config", "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed",
@@ -169,10 +190,14 @@ def from_hf(config: Mapping[str, object]) -> ModelConfig:
         "max_position_embeddings", defaults.max_position_embeddings if defaults else None
     )
     num_layers = reader.positive_int("num_hidden_layers")
-    attention_bias = _read_bias(reader, "attention_bias", architecture, defaults)
-    _check_layer_types(reader, num_layers)
-    _check_only_neutral(reader, defaults.unheeded_keys if defaults else ())
-    rope, unknown_rope_keys = _read_rope(reader, head_dim, max_positions, defaults)
+    biased = _read_biases(reader, architecture, defaults)
+    window = _read_sliding_window(reader, max_positions, defaults)
+    sliding = _read_sliding_layers(reader, num_layers, defaults)
+    _check_only_neutral(reader, defaults)
+    keeps_kinds = defaults and (defaults.rotates_in_windows_only or defaults.local_rope_theta)
+    if window is None and not keeps_kinds:
+        sliding = ()  # no layer differs from another
+    (rope, *local), unknown_rope_keys = _read_ropes(reader, head_dim, max_positions, defaults)
 
     model = ModelConfig(
         architecture=architecture,
@@ -183,23 +208,30 @@ def from_hf(config: Mapping[str, object]) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         intermediate_size=reader.positive_int("intermediate_size"),
-        norm_eps=reader.positive_number("rms_norm_eps", defaults.norm_eps if defaults else None),
+        norm_eps=reader.positive_number(
+            defaults.norm_eps_key if defaults else "rms_norm_eps",
+            defaults.norm_eps if defaults else None,
+        ),
         max_position_embeddings=max_positions,
         tie_word_embeddings=reader.boolean(
             "tie_word_embeddings", defaults.tie_word_embeddings if defaults else None
         ),
-        qkv_bias=attention_bias or (defaults is not None and defaults.has_qkv_bias),
-        output_bias=attention_bias,
-        mlp_bias=_read_bias(reader, "mlp_bias", architecture, defaults),
-        hidden_act=_read_activation(reader),
+        qkv_bias="qkv" in biased,
+        output_bias="output" in biased,
+        mlp_bias="mlp" in biased,
+        hidden_act=_read_activation(reader, defaults),
         rope=rope,
         dtype=_read_dtype(reader),
         eos_token_ids=_read_token_ids(
             reader, "eos_token_id", defaults.eos_token_id if defaults else None
         ),
         bos_token_id=_read_bos(reader, defaults),
-        sliding_window=_read_sliding_window(reader, max_positions, defaults),
-        no_rope_layers=_read_no_rope_layers(reader, num_layers, defaults),
+        sliding_window=window,
+        sliding_layers=sliding,
+        local_rope=local[0] if local else None,
+        no_rope_layers=_read_no_rope_layers(reader, num_layers, sliding, defaults),
+        parallel_residual=_read_parallel_residual(reader, defaults),
+        **{"attention_scale": head_dim**-0.5, **_read_scales(reader, defaults)},
     )
     return replace(model, unknown_keys=reader.unread() + unknown_rope_keys)
 
@@ -266,6 +298,9 @@ def _read_architecture(reader: _Reader) -> str:
     architecture = names[0]
     if not isinstance(architecture, str):
         _bad_value("architectures", names, "a list of one class name, such as [`LlamaForCausalLM`]")
+    for name, defaults in DEFAULTS.items():
+        if defaults.saved_as == architecture and defaults.model_type == model_type:
+            return name
     known = DEFAULTS.get(architecture)
     if known and model_type is not None and model_type != known.model_type:
         _contradiction(
@@ -309,32 +344,88 @@ def _read_head_dim(
     return hidden_size // num_heads
 
 
-def _check_only_neutral(reader: _Reader, unheeded: Sequence[str]) -> None:
+def _check_only_neutral(reader: _Reader, defaults: Defaults | None) -> None:
+    heeded: tuple[str, ...] = ()
+    if defaults:
+        heeded = (*defaults.unheeded_keys, *defaults.scales)
+        heeded += ("use_parallel_residual",) if defaults.parallel_residual is not None else ()
     for key, accepted in _ONLY_NEUTRAL.items():
         value = reader.get(key)
         if (
             value is not None
-            and key not in unheeded
+            and key not in heeded
             and not any(_same(value, neutral) for neutral in accepted)
         ):
             _unsupported(key, value, accepted)
 
 
-def _read_bias(reader: _Reader, key: str, architecture: str, defaults: Defaults | None) -> bool:
-    biased = reader.boolean(key, False)
-    if biased and defaults and key not in defaults.bias_keys:
-        raise SpecError(
-            f"In `{architecture}` no `{key}` turns biases on or off; found `{key}` = true.",
-            remedy=f"Set `{key}` to false, or name the architecture that the weights belong to.",
-        )
+def _read_biases(reader: _Reader, architecture: str, defaults: Defaults | None) -> set[str]:
+    """Give which of the projections `qkv`, `output` and `mlp` have biases."""
+    known = defaults.biases if defaults else LLAMA_BIASES
+    biased = set(defaults.always_biased.split()) if defaults else set()
+    for key in BIAS_KEYS:
+        if not reader.boolean(key, defaults is not None and key in defaults.biases_on):
+            continue
+        if key not in known:
+            raise SpecError(
+                f"In `{architecture}` no `{key}` turns biases on or off; found `{key}` = true.",
+                remedy=f"Set `{key}` to false, or name the architecture that the weights belong "
+                "to.",
+            )
+        biased |= {*known[key].split()}
     return biased
 
 
-def _read_activation(reader: _Reader) -> str:
-    value = reader.get("hidden_act", "silu")
-    if value not in ("silu", "swish"):  # two names of one function
-        _unsupported("hidden_act", value, ("silu",))
-    return "silu"
+# transformers' names of activations, and ours; those of one function differ in nothing.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+def _read_activation(reader: _Reader, defaults: Defaults | None) -> str:
+    """Read the activation, under the newer name of its key too."""
+    newer, value = reader.get("hidden_activation"), reader.get("hidden_act")
+    key = "hidden_act" if newer is None else "hidden_activation"
+    value = newer if newer is not None else value
+    if value is None:
+        value = defaults.hidden_act if defaults else "silu"
+    if not isinstance(value, str) or value not in _ACTIVATIONS:
+        _unsupported(key, value, tuple(_ACTIVATIONS))
+    return _ACTIVATIONS[value]
+
+
+def _read_parallel_residual(reader: _Reader, defaults: Defaults | None) -> bool:
+    if defaults is None or defaults.parallel_residual is None:
+        return False
+    return reader.boolean("use_parallel_residual", defaults.parallel_residual)
+
+
+# The keys of constants: the field of the config that each gives, and how.
+_SCALES: dict[str, tuple[str, Callable[[float], float]]] = {
+    "attention_multiplier": ("attention_scale", float),
+    "attn_logit_softcapping": ("attention_cap", float),
+    "embedding_multiplier": ("embedding_scale", float),
+    "final_logit_softcapping": ("logit_cap", float),
+    "logit_scale": ("logit_scale", float),
+    "logits_scaling": ("logit_scale", lambda divisor: 1.0 / divisor),
+    "query_pre_attn_scalar": ("attention_scale", lambda size: size**-0.5),
+    "residual_multiplier": ("residual_scale", float),
+}
+
+
+def _read_scales(reader: _Reader, defaults: Defaults | None) -> dict[str, float]:
+    scales: dict[str, float] = {}
+    for key, default in (defaults.scales if defaults else {}).items():
+        value = reader.get(key, default)
+        if value is not None:
+            name, convert = _SCALES[key]
+            scales[name] = convert(_positive_number(key, value))
+    return scales
 
 
 def _read_dtype(reader: _Reader) -> str:
@@ -354,7 +445,9 @@ def _read_dtype(reader: _Reader) -> str:
     return dtype
 
 
-def _read_token_ids(reader: _Reader, key: str, default: int | None) -> tuple[int, ...]:
+def _read_token_ids(
+    reader: _Reader, key: str, default: int | tuple[int, ...] | None
+) -> tuple[int, ...]:
     value = reader.get(key, default)
     ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
     if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
@@ -372,7 +465,6 @@ def _read_bos(reader: _Reader, defaults: Defaults | None) -> int | None:
 def _read_sliding_window(
     reader: _Reader, max_positions: int, defaults: Defaults | None
 ) -> int | None:
-    absent = reader.is_absent("sliding_window")
     value = reader.get("sliding_window", defaults.sliding_window if defaults else None)
     is_used = reader.get("use_sliding_window", defaults.use_sliding_window if defaults else None)
     if is_used is False or value is None:
@@ -381,19 +473,17 @@ def _read_sliding_window(
         _bad_value("sliding_window", value, "a whole number of at least 1, or null")
     if value >= max_positions:
         return None  # no position is ever outside such a window
-    origin = f"the default {value}, because the key is absent" if absent else str(value)
-    raise SpecError(
-        f"Sliding-window attention is not supported yet: `sliding_window` must be null or at least "
-        f"`max_position_embeddings` = {max_positions}; found {origin}.",
-        remedy=f"Contexts of up to {value} tokens never leave the window: to serve those, set "
-        f'"max_position_embeddings": {value} and "sliding_window": null in config.json.',
-    )
+    if defaults and not defaults.has_window:
+        _unsupported("sliding_window", value, (None, max_positions))
+    return value
 
 
 def _read_no_rope_layers(
-    reader: _Reader, num_layers: int, defaults: Defaults | None
+    reader: _Reader, num_layers: int, sliding: Sequence[int], defaults: Defaults | None
 ) -> tuple[int, ...]:
     """Give the layers without RoPE: those that the list marks 0, or one in every interval."""
+    if defaults and defaults.rotates_in_windows_only and sliding:
+        return tuple(index for index in range(num_layers) if index not in sliding)
     flags = reader.get("no_rope_layers")
     if defaults is None or defaults.no_rope_layer_interval is None:
         if flags not in (None, []):
@@ -411,16 +501,22 @@ def _read_no_rope_layers(
     return tuple(index for index in range(num_layers) if not flags[index])
 
 
-def _check_layer_types(reader: _Reader, num_layers: int) -> None:
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def _read_sliding_layers(
+    reader: _Reader, num_layers: int, defaults: Defaults | None
+) -> tuple[int, ...]:
+    """Give the layers whose attention has the window: as listed, by a pattern, or all."""
     types = reader.get("layer_types")
-    if types is None:
-        return
-    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
+    pattern = reader.get("sliding_window_pattern", defaults.full_every if defaults else None)
+    is_listed = isinstance(types, list) and len(types) == num_layers
+    if types is not None and (not isinstance(types, list) or not {*types} <= {*_LAYER_TYPES}):
         raise SpecError(
-            f"Every entry of `layer_types` must be `full_attention`; found {types!r}.",
-            remedy="Models that mix kinds of attention are not supported yet.",
+            f"Every entry of `layer_types` must be one of {_list(_LAYER_TYPES)}; found {types!r}.",
+            remedy="Models with other kinds of layers have no spec yet.",
         )
-    if len(types) != num_layers:
+    if types is not None and not is_listed:
         _contradiction(
             "num_hidden_layers",
             num_layers,
@@ -428,16 +524,69 @@ def _check_layer_types(reader: _Reader, num_layers: int) -> None:
             f"{len(types)} entries",
             "as many entries",
         )
+    if types is not None:
+        if "sliding_attention" in types and defaults and not defaults.has_window:
+            raise SpecError(
+                f"This architecture attends in full in every layer; found `layer_types` {types!r}.",
+                remedy="Name the architecture that the weights belong to.",
+            )
+        return tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+    if reader.get("sliding_window", defaults.sliding_window if defaults else None) is None:
+        return ()
+    if isinstance(pattern, str) and pattern and {*pattern} <= {"L", "G"}:
+        # The last layer sees all, whatever the letters say.
+        local = [pattern[i % len(pattern)] == "L" for i in range(num_layers - 1)]
+        return tuple(i for i, is_local in enumerate(local) if is_local)
+    if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
+        return tuple(i for i in range(num_layers) if (i + 1) % pattern)
+    if pattern not in (None, 0):
+        _bad_value("sliding_window_pattern", pattern, "a number of layers, or letters L and G")
+    first = 0
+    if defaults and defaults.full_layers_first is not None:
+        first = reader.get("max_window_layers", defaults.full_layers_first)  # type: ignore[assignment]
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            _bad_value("max_window_layers", first, "a whole number")
+    return tuple(range(first, num_layers))
+
+
+def _read_ropes(
+    reader: _Reader, head_dim: int, max_positions: int, defaults: Defaults | None
+) -> tuple[list[RopeConfig], tuple[str, ...]]:
+    """Give the rope settings, and those of layers with a window where they have their own.
+
+    Also gives the keys of the rope blocks that nobody reads.
+    """
+    shared, by_type = _merge_rope_blocks(reader)
+    if defaults is None or defaults.local_rope_theta is None:
+        if by_type:
+            raise SpecError(
+                f"`rope_parameters` must hold one set of values for all layers; found one for each "
+                f"of {_list(by_type)}.",
+                remedy="This architecture has one RoPE; another one's config may have two.",
+            )
+        rope, unknown = _read_rope(reader, shared, head_dim, max_positions, defaults)
+        return [rope], unknown
+    local = {**by_type.get("sliding_attention", {})}
+    local_theta = local.get("rope_theta", reader.get("rope_local_base_freq"))
+    local["rope_theta"] = defaults.local_rope_theta if local_theta is None else local_theta
+    merged = {**shared, **by_type.get("full_attention", {})}
+    rope, unknown = _read_rope(reader, merged, head_dim, max_positions, defaults)
+    plain = _Reader({})
+    own, own_unknown = _read_rope(plain, local, head_dim, max_positions, defaults)
+    return [rope, own], (*unknown, *own_unknown)
 
 
 def _read_rope(
-    reader: _Reader, head_dim: int, max_positions: int, defaults: Defaults | None
+    reader: _Reader,
+    block: dict[str, object],
+    head_dim: int,
+    max_positions: int,
+    defaults: Defaults | None,
 ) -> tuple[RopeConfig, tuple[str, ...]]:
-    """Return the rope settings and the keys of the rope block that nobody reads."""
-    block = _merge_rope_blocks(reader)
+    """Return the rope settings of a block, and its keys that nobody reads."""
     kind = _read_rope_kind(block)
-    theta = _one_spelling(reader, block, "rope_theta")
-    fraction = _one_spelling(reader, block, "partial_rotary_factor")
+    theta = _one_spelling(reader, block, "rope_theta", "rotary_emb_base")
+    fraction = _one_spelling(reader, block, "partial_rotary_factor", "rotary_pct")
     if theta is None:
         if defaults is None:
             raise SpecError(
@@ -446,6 +595,8 @@ def _read_rope(
             )
         theta = defaults.rope_theta
     rotary_dim = head_dim
+    if fraction is None and defaults:
+        fraction = defaults.partial_rotary_factor
     if fraction is not None:
         rotary_dim = int(head_dim * _positive_number("partial_rotary_factor", fraction))
     if rotary_dim > head_dim or rotary_dim < 2 or rotary_dim % 2:
@@ -526,27 +677,25 @@ def _read_factors(key: str, values: Mapping[str, object], rotary_dim: int) -> tu
     return tuple(_positive_number(key, factor) for factor in factors)
 
 
-def _merge_rope_blocks(reader: _Reader) -> dict[str, object]:
-    """Join `rope_scaling` (old) and `rope_parameters` (new) into one block with `rope_type`."""
+def _merge_rope_blocks(
+    reader: _Reader,
+) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
+    """Join `rope_scaling` (old) and `rope_parameters` (new) into one block with `rope_type`.
+
+    Also gives the blocks of kinds of layers, where `rope_parameters` has one for each.
+    """
     merged: dict[str, object] = {}
+    by_type: dict[str, dict[str, object]] = {}
     for name in ("rope_scaling", "rope_parameters"):
         block = reader.get(name)
         if block is None:
             continue
         if not isinstance(block, Mapping):
             _bad_value(name, block, "an object or null")
-        if any(isinstance(value, Mapping) for value in block.values()):
-            raise SpecError(
-                f"`{name}` must hold one set of values for all layers; found one for each of "
-                f"{_list(block)}.",
-                remedy="Models that mix kinds of attention are not supported yet.",
-            )
-        block = dict(block)
-        old, new = block.pop("type", None), block.pop("rope_type", None)
-        if old is not None and new is not None and _rope_name(old) != _rope_name(new):
-            _contradiction(f"{name}.type", old, f"{name}.rope_type", new, "the same value")
-        if (kind := new if new is not None else old) is not None:
-            block["rope_type"] = _rope_name(kind)
+        if {*block} <= {*_LAYER_TYPES} and block:
+            by_type = {kind: _named_rope(name, each) for kind, each in block.items() if each}
+            continue
+        block = _named_rope(name, block)
         for key, value in block.items():
             if key in merged and not _same(merged[key], value):
                 _contradiction(
@@ -557,7 +706,20 @@ def _merge_rope_blocks(reader: _Reader) -> dict[str, object]:
                     "the same value",
                 )
         merged.update(block)
-    return merged
+    return merged, by_type
+
+
+def _named_rope(name: str, block: object) -> dict[str, object]:
+    """Give a rope block with its type under the newer of the key's names."""
+    if not isinstance(block, Mapping):
+        _bad_value(name, block, "an object or null")
+    named = dict(block)
+    old, new = named.pop("type", None), named.pop("rope_type", None)
+    if old is not None and new is not None and _rope_name(old) != _rope_name(new):
+        _contradiction(f"{name}.type", old, f"{name}.rope_type", new, "the same value")
+    if (kind := new if new is not None else old) is not None:
+        named["rope_type"] = _rope_name(kind)
+    return named
 
 
 def _rope_name(kind: object) -> object:
@@ -576,9 +738,16 @@ def _read_rope_kind(block: dict[str, object]) -> str:
     return str(kind)
 
 
-def _one_spelling(reader: _Reader, block: dict[str, object], key: str) -> object:
-    """Take a key that may stand at the top of the config, in the rope block, or in both."""
+def _one_spelling(reader: _Reader, block: dict[str, object], key: str, top_key: str = "") -> object:
+    """Take a key that may stand at the top of the config, in the rope block, or in both.
+
+    `top_key` is another name that it may have at the top.
+    """
     top, inner = reader.get(key), block.pop(key, None)
+    other = reader.get(top_key) if top_key else None
+    if top is not None and other is not None and not _same(top, other):
+        _contradiction(key, top, top_key, other, "the same value")
+    top = other if top is None else top
     if top is not None and inner is not None and not _same(top, inner):
         _contradiction(key, top, f"rope_parameters.{key}", inner, "the same value")
     return top if top is not None else inner

@@ -1,7 +1,7 @@
-"""The Llama family: Llama 2 and 3, Mistral, Qwen2, SmolLM2 and everything of their shape.
+"""The Llama family: Llama, InternLM3, Mistral, Qwen2, SmolLM2 and everything of their shape.
 
 Pre-norm blocks, grouped-query attention with rotary positions, a SwiGLU feed-forward, and a head
-that may be tied to the embedding. Biases, rope scaling and head sizes come from the config.
+that may be tied to the embedding. Biases, windows, RoPE and head sizes come from the config.
 """
 
 from __future__ import annotations
@@ -11,7 +11,12 @@ from treadle.ir.graph import Graph, Value
 from treadle.models.blocks import Layer, decoder, gated_mlp, rope_table, rotary_attention
 from treadle.models.config import ModelConfig
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "InternLM3ForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+)
 
 
 def build(config: ModelConfig, b: GraphBuilder) -> Graph:

@@ -1,7 +1,6 @@
 """The Phi-3 family, Phi-4 too: a Llama whose checkpoint joins projections that are read together.
 
-One tensor holds q, k and v, another gate and up. RoPE may rotate a part of each head only; its type
-longrope is not supported yet, nor is a sliding window.
+One tensor holds q, k and v, another gate and up. RoPE may rotate a part of each head only.
 """
 
 from __future__ import annotations

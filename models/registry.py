@@ -12,7 +12,23 @@ from dataclasses import dataclass
 from treadle.ir.builder import GraphBuilder
 from treadle.ir.errors import SpecError
 from treadle.ir.graph import Graph
-from treadle.models import llama, phi3, qwen3, smollm3
+from treadle.models import (
+    cohere2,
+    ernie4_5,
+    exaone4,
+    gemma,
+    glm4,
+    gpt_neox,
+    granite,
+    internlm2,
+    llama,
+    olmo2,
+    phi3,
+    qwen3,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
 from treadle.models.config import ModelConfig, architecture_of, from_hf
 
 
@@ -27,9 +43,20 @@ class Family:
 
 FAMILIES: tuple[Family, ...] = (
     Family("llama", llama.ARCHITECTURES, llama.build),
+    Family("cohere2", cohere2.ARCHITECTURES, cohere2.build),
+    Family("ernie4_5", ernie4_5.ARCHITECTURES, ernie4_5.build),
+    Family("exaone4", exaone4.ARCHITECTURES, exaone4.build),
+    Family("gemma", gemma.ARCHITECTURES, gemma.build),
+    Family("glm4", glm4.ARCHITECTURES, glm4.build),
+    Family("gpt_neox", gpt_neox.ARCHITECTURES, gpt_neox.build),
+    Family("granite", granite.ARCHITECTURES, granite.build),
+    Family("internlm2", internlm2.ARCHITECTURES, internlm2.build),
+    Family("olmo2", olmo2.ARCHITECTURES, olmo2.build),
     Family("phi3", phi3.ARCHITECTURES, phi3.build),
     Family("qwen3", qwen3.ARCHITECTURES, qwen3.build),
     Family("smollm3", smollm3.ARCHITECTURES, smollm3.build),
+    Family("stablelm", stablelm.ARCHITECTURES, stablelm.build),
+    Family("starcoder2", starcoder2.ARCHITECTURES, starcoder2.build),
 )
 
 
@@ -41,11 +68,13 @@ def find_family(architecture: str) -> Family:
     for family in FAMILIES:
         if architecture in family.architectures:
             return family
-    known = [name for family in FAMILIES for name in family.architectures]
-    nearest = difflib.get_close_matches(architecture, known, n=3, cutoff=0.3) or known
+    specs = {name: family.name for family in FAMILIES for name in family.architectures}
+    nearest = difflib.get_close_matches(architecture, specs, n=3, cutoff=0.3) or list(specs)
+    shown = ", ".join(f"`{name}` (models/{specs[name]}.py)" for name in nearest)
     raise SpecError(
-        f"No spec describes the architecture `{architecture}`; nearest are {', '.join(nearest)}.",
-        remedy="docs/tutorial.md shows how to describe a model of your own in models/.",
+        f"No spec describes the architecture `{architecture}`; nearest are {shown}.",
+        remedy=f"Start one from the nearest: python cli.py new-model NAME --like "
+        f"{specs[nearest[0]]} --config MODEL; docs/tutorial.md goes on from there.",
     )
 
 

@@ -168,6 +168,7 @@ class QuickForms:
             and rope_k.inputs == (k, positions, table)
             and write.inputs[:2] == (*rope_k.outputs, v)
             and self._graph.type_of(table).size(1) == head_dim
+            and not rope_q.params.interleaved
         )
         if not is_usual:
             return None

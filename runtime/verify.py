@@ -8,7 +8,7 @@ Called by the command `verify` and by tests; works on every target.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -144,7 +144,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 LAYER_TOLERANCES = {"f32": 1e-3, "f16": 2e-2, "bf16": 5e-2}
 HINTS = (
-    "rope: theta, scaling and which halves are paired",
+    "rope: theta, scaling and which features are paired",
     "the norms' epsilon and whether 1 is added to their weights",
     "the attention scale and window",
     "biases, and which of q, k, v comes first in a fused weight",
@@ -159,6 +159,7 @@ class LayerCheck:
     layer: str
     error: float
     tolerance: float
+    expected: torch.Tensor = field(compare=False, repr=False)
 
     @property
     def passed(self) -> bool:
@@ -180,11 +181,10 @@ def verify_layers(loaded: LoadedArtifact, prompt: Sequence[int]) -> Iterator[Lay
     # The last hidden state of transformers has passed the final norm: the logits stand for it.
     for layer in range(num_layers - 1):
         expected = output.hidden_states[layer + 1][0]
-        yield LayerCheck(
-            f"layer {layer}", relative_error(found[f"layer {layer}"], expected), tolerance
-        )
+        error = relative_error(found[f"layer {layer}"], expected)
+        yield LayerCheck(f"layer {layer}", error, tolerance, expected)
     expected = output.logits[0, -1:]
-    yield LayerCheck("logits", relative_error(found["logits"], expected), tolerance)
+    yield LayerCheck("logits", relative_error(found["logits"], expected), tolerance, expected)
 
 
 def load_transformers(checkpoint: Checkpoint) -> Any:
@@ -246,12 +246,20 @@ def play_prompt(loaded: LoadedArtifact, prompt: Sequence[int]) -> dict[str, torc
     kept: dict[str, torch.Tensor] = {}
     if isinstance(program, ReferenceProgram):
         values = program.run(num_tokens, num_seqs, keep_values=True)
-        for op in graph.ops:
-            _keep(op, values, kept, num_tokens, num_seqs)
-        return kept
+        return keep_layers(graph, values, num_tokens, num_seqs)
     for index, op in enumerate(graph.ops):
         program.launch(index, num_tokens, num_seqs)
         _keep(op, program.values, kept, num_tokens, num_seqs)
+    return kept
+
+
+def keep_layers(
+    graph: Graph, values: Mapping[str, torch.Tensor], num_tokens: int, num_seqs: int
+) -> dict[str, torch.Tensor]:
+    """Give the stream after each layer, and the logits, of a step whose values are all there."""
+    kept: dict[str, torch.Tensor] = {}
+    for op in graph.ops:
+        _keep(op, values, kept, num_tokens, num_seqs)
     return kept
 
 

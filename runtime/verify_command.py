@@ -14,6 +14,7 @@ from treadle.ir.builder import MAX_BIASES
 from treadle.ir.errors import KernelError
 from treadle.runtime.commands import artifact_of
 from treadle.runtime.console import print_json, print_table
+from treadle.runtime.diagnose import Finding, find_cause
 from treadle.runtime.loading import LoadedArtifact, ServeOptions, load_artifact
 from treadle.runtime.planner import RESAMPLE
 from treadle.runtime.progress import Progress
@@ -43,20 +44,37 @@ def run_verify(source: str, target: str, kernels_only: bool, progress: str, as_j
         loaded = load_artifact(path, ServeOptions(num_pages=NUM_PAGES), report)
         launches = _verify_kernels(loaded, report)
         layers: list[LayerCheck] = []
+        causes: list[Finding] = []
         if not kernels_only:
             report("comparing layers with transformers")
-            layers = list(verify_layers(loaded, _prompt(loaded, 24)))
+            prompt = _prompt(loaded, 24)
+            layers = list(verify_layers(loaded, prompt))
+            departed = next((check for check in layers if not check.passed), None)
+            if departed is not None:
+                report(f"looking for what {departed.layer} has wrong")
+                causes = find_cause(
+                    loaded, prompt, departed.layer, departed.expected, departed.error
+                )
     if as_json:
         print_json(
             {
                 "artifact": str(path),
                 "kernels": [{**asdict(check), "passed": check.passed} for check in launches],
-                "layers": [{**asdict(check), "passed": check.passed} for check in layers],
+                "layers": [
+                    {
+                        "layer": check.layer,
+                        "error": check.error,
+                        "tolerance": check.tolerance,
+                        "passed": check.passed,
+                    }
+                    for check in layers
+                ],
+                "causes": [asdict(cause) for cause in causes],
             }
         )
     else:
         _print(launches, layers)
-    _raise_first(launches, layers)
+    _raise_first(launches, layers, causes)
 
 
 def _prompt(loaded: LoadedArtifact, length: int) -> list[int]:
@@ -118,7 +136,9 @@ def _print(launches: Sequence[OpCheck], layers: Sequence[LayerCheck]) -> None:
         )
 
 
-def _raise_first(launches: Sequence[OpCheck], layers: Sequence[LayerCheck]) -> None:
+def _raise_first(
+    launches: Sequence[OpCheck], layers: Sequence[LayerCheck], causes: Sequence[Finding]
+) -> None:
     failed = next((check for check in launches if not check.passed), None)
     if failed is not None:
         raise KernelError(
@@ -132,7 +152,17 @@ def _raise_first(launches: Sequence[OpCheck], layers: Sequence[LayerCheck]) -> N
         raise KernelError(
             f"The model departs from transformers at {departed.layer}: relative error "
             f"{departed.error:.3g}, allowed are {departed.tolerance:g}.",
-            remedy="Kernels agree with their references, so the spec differs there. Look at "
-            + "; ".join(HINTS)
-            + ".",
+            remedy=_advice(departed, causes),
         )
+
+
+def _advice(departed: LayerCheck, causes: Sequence[Finding]) -> str:
+    """Say what to look at: a change that makes the layer agree, or what is often wrong."""
+    agreeing = [cause for cause in causes if cause.error <= departed.tolerance]
+    if agreeing:
+        best = "; or with ".join(cause.what for cause in agreeing[:3])
+        return f"It agrees with {best}. Say so in the spec, or in the config."
+    closer = "; ".join(f"{cause.what} ({cause.error:.3g})" for cause in causes[:3])
+    text = "Kernels agree with their references, so the spec differs there. Look at "
+    text += "; ".join(HINTS) + "."
+    return f"{text} It comes closer, and no further, with {closer}." if closer else text

@@ -22,11 +22,16 @@ from treadle.runtime.upload import Uploader
 STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 # Tensors that published checkpoints carry and no graph needs: they are computed, not learned.
-KNOWN_EXTRAS = (re.compile(r".*\.rotary_emb\.inv_freq"), re.compile(r"rope_freqs\.weight"))
+KNOWN_EXTRAS = (
+    re.compile(r".*\.rotary_emb\.inv_freq"),
+    re.compile(r"rope_freqs\.weight"),
+    re.compile(r".*\.attention\.(masked_)?bias"),  # masks that older GPT-NeoX checkpoints carry
+)
 NAMES_SHOWN = 6
 
-# What decides a loaded tensor: the names of its parts, how they alternate, and its dtype.
-_Key = tuple[tuple[str, ...], int, torch.dtype]
+# What decides a loaded tensor: the names of its parts, the order of its rows, and its dtype.
+_Order = tuple[int, tuple[int, ...], int, tuple[int, ...]]
+_Key = tuple[tuple[str, ...], _Order, torch.dtype]
 
 
 def check_names(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
@@ -104,19 +109,22 @@ def load_weights(
             result[weight.name] = rope_table(weight.rope, max_context_tokens).to(device)
             continue
         sources = _choose_sources(weight, checkpoint, warn)
-        key = (sources, weight.interleave, TORCH_DTYPES[weight.type.dtype])
+        order = (weight.interleave, weight.sections, weight.groups, weight.rope_pairs)
+        key = (sources, order, TORCH_DTYPES[weight.type.dtype])
         by_key.setdefault(key, []).append(weight)
     names = [name for sources, _, _ in by_key for name in sources]
     finite: list[tuple[str, torch.dtype, torch.Tensor]] = []
     with Uploader(checkpoint, device, names, ahead=device.type == "cuda") as uploader:
-        for (sources, interleave, dtype), same in by_key.items():
+        for (sources, order, dtype), same in by_key.items():
             parts = [uploader.take(name).to(dtype) for name in sources]
             # Looked at when all are there: each look would wait for the device.
             finite += [
                 (name, dtype, torch.isfinite(part).all())
                 for name, part in zip(sources, parts, strict=True)
             ]
-            loaded = arrange(parts, interleave)
+            interleave, sections, groups, rope_pairs = order
+            parts = [sort_sections(part, sections, groups) for part in parts]
+            loaded = pair_halves(arrange(parts, interleave), rope_pairs)
             result |= {weight.name: loaded for weight in same}
     for name, dtype, is_finite in finite:
         if not bool(is_finite):
@@ -162,10 +170,39 @@ def arrange(parts: list[torch.Tensor], interleave: int) -> torch.Tensor:
     return torch.stack((gate, up), dim=1).flatten(0, 2).contiguous()
 
 
+def sort_sections(rows: torch.Tensor, sections: tuple[int, ...], groups: int) -> torch.Tensor:
+    """Sort rows that come in groups, each with its share of every section, by section.
+
+    Shapes: rows [sum(sections), ...] → the same.
+    """
+    if groups == 1:
+        return rows
+    shares = rows.unflatten(0, (groups, -1)).split([size // groups for size in sections], dim=1)
+    return torch.cat([share.flatten(0, 1) for share in shares])
+
+
+def pair_halves(rows: torch.Tensor, rope_pairs: tuple[int, ...]) -> torch.Tensor:
+    """Move neighbours among the rotated rows of heads to where halves of a head are the pairs.
+
+    `rope_pairs` are how many rows are heads, the rows of a head, and how many of those rotate.
+
+    Shapes: rows [N, ...] → the same.
+    """
+    if not rope_pairs:
+        return rows
+    count, head_dim, rotary_dim = rope_pairs
+    heads = rows[:count].unflatten(0, (-1, head_dim))  # [n, D, ...]
+    rotated = heads[:, :rotary_dim].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    heads = torch.cat((rotated, heads[:, rotary_dim:]), dim=1)  # [n, D, ...]
+    return torch.cat((heads.flatten(0, 1), rows[count:]))
+
+
 def rope_table(rope: RopeTable, max_context_tokens: int) -> torch.Tensor:
     """Compute the cosines, then the sines, of every position: f32[C, rotary_dim]."""
     positions = torch.arange(max_context_tokens, dtype=torch.float32)
-    frequencies = torch.tensor(rope.inverse_frequencies, dtype=torch.float32)
+    is_long = rope.long_inverse_frequencies and max_context_tokens > rope.short_window
+    chosen = rope.long_inverse_frequencies if is_long else rope.inverse_frequencies
+    frequencies = torch.tensor(chosen, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)
     return torch.cat((angles.cos(), angles.sin()), dim=1) * rope.scale
 

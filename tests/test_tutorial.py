@@ -277,8 +277,8 @@ def test_a_command_prints_what_its_page_shows(command: Command, ran: dict[Comman
 def test_the_tutorial_has_a_spec_and_both_clients() -> None:
     files = {block.file for block in read_blocks("tutorial.md")}
     texts = [command.text for command in COMMANDS]
-    assert {"models/parallel.py", "models/registry.py", "ask_tiny.py"} <= files
-    for part in ("show", "explain", "verify", "compile", "serve", "curl"):
+    assert {"models/parallel.py", "ask_tiny.py"} <= files
+    for part in ("new-model", "show", "explain", "verify", "compile", "serve", "curl"):
         assert any(part in text for text in texts), part
 
 

@@ -194,6 +194,18 @@ def _combine_splits(
     tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def FIRST_PAGE(context, block_table_ptr):
+    """Leave out whole pages that nobody sees: give the length, and the table, without them."""
+    return context, block_table_ptr
+
+
+@triton.jit
+def SCORES(scores, tokens, context):
+    """Change the scores of a tile before they are masked."""
+    return scores
+
+
 # The step's metadata may be slices: their alignment must not select another compiled kernel.
 @triton.jit(
     do_not_specialize=["table_stride"],
@@ -240,6 +252,7 @@ def attention_decode(
     # wait for it; the queries and the newest keys and values can't.
     table_row = tl.load(seq_rows_ptr + seq)
     context = tl.where(table_row < 0, 0, tl.load(context_lens_ptr + seq))
+    context, block_table_ptr = FIRST_PAGE(context, block_table_ptr)
     chunk = tl.maximum(tl.cdiv(context, MAX_SPLITS), MIN_CHUNK_TOKENS)
     chunk = tl.cdiv(chunk, BLOCK_TOKENS) * BLOCK_TOKENS
     num_splits = tl.maximum(tl.cdiv(context, chunk), 1)
@@ -296,6 +309,7 @@ def attention_decode(
         page = _load_page(pages_ptr, tile_start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
 
         scores = tl.dot(q, tl.trans(k))  # [BLOCK_H, BLOCK_TOKENS]
+        scores = SCORES(scores, tokens, context)
         scores = tl.where(live[None, :], scores, float("-inf"))  # [BLOCK_H, BLOCK_TOKENS]
         new_best = tl.maximum(best, tl.max(scores, 1) * SCALE_LOG2)  # [BLOCK_H]
         rescale = tl.exp2(best - new_best)  # [BLOCK_H]

@@ -53,6 +53,18 @@ def _load_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr, BLOCK_TOKEN
 
 
 @triton.jit
+def FIRST_PAGE(context, num_queries, first_query, block_table_ptr):
+    """Leave out whole pages that nobody sees: give the length, and the table, without them."""
+    return context, block_table_ptr
+
+
+@triton.jit
+def SCORES(scores, tokens, positions):
+    """Change the scores of a tile before they are masked."""
+    return scores
+
+
+@triton.jit
 def _attend_tile(
     acc,
     best,
@@ -92,6 +104,7 @@ def _attend_tile(
     page = _load_page(pages_ptr, tile_start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
 
     scores = tl.dot(q, tl.trans(k))  # [BLOCK_ROWS, BLOCK_TOKENS]
+    scores = SCORES(scores, tokens, positions)
     if MASKED:
         visible = tokens[None, :] <= positions[:, None]  # [BLOCK_ROWS, BLOCK_TOKENS]
         scores = tl.where(visible, scores, float("-inf"))  # [BLOCK_ROWS, BLOCK_TOKENS]
@@ -163,6 +176,7 @@ def attention_prefill(
         return
     table_row = tl.load(seq_rows_ptr + seq)
     context = tl.where(table_row < 0, 0, tl.load(context_lens_ptr + seq))
+    context, block_table_ptr = FIRST_PAGE(context, num_queries, first_query, block_table_ptr)
 
     rows = tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, BLOCK_D)

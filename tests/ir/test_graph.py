@@ -119,6 +119,52 @@ def test_a_residual_read_twice_is_not_fused_and_the_reason_is_kept() -> None:
     assert all("only reader" in refusal.reason for refusal in refusals)
 
 
+def _rotated_by_neighbours(*, of_k: bool = True, read_twice: bool = False) -> Graph:
+    b = GraphBuilder("pairs", step="mixed", dtype="f32", page_size=16)
+    table = b.rope_table("rope", (1.0,) * 4, 1.0)
+    x = b.embed(b.weight("embed", "embed", 32, 64))
+    weight, bias = b.weight("w", "w", 64, 64), b.weight("bias", {"bias": 64})
+    projected = b.linear(x, weight, bias, name="projected")
+    q, k, v = b.split(projected, 32, 16, 16, name="q k v")
+    attended = b.attention(
+        b.rope(q, table, head_dim=16, interleaved=True, name="q_rope"),
+        b.rope(k, table, head_dim=16, interleaved=of_k, name="k_rope"),
+        v,
+        cache="kv.0",
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        scale=1.0,
+    )
+    total = b.add(attended, q) if read_twice else attended
+    return b.finish(b.linear(b.last_rows(total), b.weight("h", "h", 32, 32), out_dtype="f32"))
+
+
+def test_neighbours_that_rotate_are_reordered_in_weights_and_ops_together() -> None:
+    graph, refusals = fuse.pair_rope_halves(_rotated_by_neighbours())
+    assert not refusals
+    assert not any(op.params.interleaved for op in graph.ops if op.kind == "rope")
+    pairs = {weight.name: weight.rope_pairs for weight in graph.weights if weight.rope_pairs}
+    assert pairs == {"w": (48, 16, 8), "bias": (48, 16, 8)}
+    assert parse_graph(print_graph(graph)) == graph
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"of_k": False}, "not q and k, in this order"),
+        ({"read_twice": True}, "read elsewhere"),
+    ],
+)
+def test_neighbours_whose_order_shows_are_left_alone_and_the_reason_is_kept(
+    changes: dict[str, bool], reason: str
+) -> None:
+    authored = _rotated_by_neighbours(**changes)
+    graph, refusals = fuse.pair_rope_halves(authored)
+    assert graph == authored
+    assert refusals and all(reason in refusal.reason for refusal in refusals)
+
+
 def _append_with_norms(*, of_q: bool, of_k: bool) -> Graph:
     b = GraphBuilder("normed", step="mixed", dtype="f32", page_size=16)
     table = b.rope_table("rope", (1.0,) * 8, 1.0)

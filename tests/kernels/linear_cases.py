@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3}
 
 @dataclass(frozen=True)
 class Case:
-    """Name what is fused with a linear of these sizes: any of `norm bias glu add f32`."""
+    """Name what is fused with a linear of these sizes: of `norm bias scale gelu glu add f32`."""
 
     form: str = ""
     N: int = 96
@@ -39,6 +39,11 @@ class Case:
         return self.N // 2 if self.has("glu") else self.N
 
     @property
+    def act(self) -> str:
+        """The activation without a gate, or nothing."""
+        return next((act for act in ops.ACTIVATIONS if self.has(act)), "")
+
+    @property
     def types(self) -> dict[str, TensorType]:
         d, n, k, w = self.dtype, self.N, self.K, self.width
         out = "f32" if self.has("f32") else d
@@ -49,6 +54,8 @@ class Case:
             "@layers.0.weight": f"{d}[{n}, {k}]",
             "@layers.0.bias": f"{d}[{n}]",
             "layers.0.product": f"{out}[T, {n}]",
+            "layers.0.scaled": f"{out}[T, {n}]",
+            "layers.0.activated": f"{out}[T, {n}]",
             "layers.0.gated": f"{out}[T, {w}]",
             "hidden": f"{out}[T, {w}]",
             "layers.0.after": f"{out}[T, {w}]",
@@ -67,6 +74,13 @@ class Case:
         result = "layers.0.product"
         linear = ops.LinearParams("f32" if self.has("f32") else "")
         body.append(Op("linear", (x, "@layers.0.weight", *bias), (result,), linear))
+        if self.has("scale"):
+            body.append(Op("scale", (result,), ("layers.0.scaled",), ops.ScaleParams(0.22)))
+            result = "layers.0.scaled"
+        if self.act:
+            activate = ops.ActivateParams(self.act)
+            body.append(Op("activate", (result,), ("layers.0.activated",), activate))
+            result = "layers.0.activated"
         if self.has("glu"):
             glu = ops.GluParams("silu", self.interleave)
             body.append(Op("glu", (result,), ("layers.0.gated",), glu))

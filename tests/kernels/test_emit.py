@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from treadle.ir import ops
+from treadle.ir.builder import GraphBuilder
 from treadle.ir.errors import KernelError, LoweringError
 from treadle.ir.graph import Op
+from treadle.ir.pipeline import run_passes
 from treadle.kernels.emit import (
     Header,
     emit_module,
@@ -23,6 +25,7 @@ from treadle.kernels.emit import (
 )
 from treadle.kernels.epilogue import TILES, lower_linear
 from treadle.kernels.load import load_module, write_module
+from treadle.kernels.lower import Situation, lower
 
 from ..golden import Golden
 from .linear_cases import Case, emit_case
@@ -160,7 +163,7 @@ def test_same_arguments_give_same_bytes() -> None:
 @pytest.mark.parametrize("name", template_names())
 def test_template_emits_with_its_own_facts(name: str) -> None:
     template = read_template(name)
-    if template.hooks:
+    if name in TILES:
         text, _ = emit_case(name, Case("bias add", dtype="bf16"))
     else:
         text = emit_module(
@@ -169,6 +172,7 @@ def test_template_emits_with_its_own_facts(name: str) -> None:
             shape=dict(template.shape_facts),
             schedule=dict(template.schedule_facts),
             header=Header("the same."),
+            hooks=dict.fromkeys(template.hooks, ()),
         )
     imported = [
         name.name if isinstance(node, ast.Import) else node.module
@@ -198,6 +202,45 @@ def test_emitted_linear_is_golden(
 ) -> None:
     text, _ = emit_case(template, Case(form, dtype="bf16", N=6144, K=4096))
     assert text == golden(f"triton/{'__'.join([template, *form.split()])}.py")
+
+
+ATTENTION = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "scale": 0.0625}
+
+
+@pytest.mark.parametrize(
+    "template", ["attention_decode", "attention_prefill", "attention_prefill_tma"]
+)
+@pytest.mark.parametrize("form", ["", "window__cap"])
+def test_emitted_attention_is_golden(
+    template: str, form: str, golden: Callable[[str], Golden]
+) -> None:
+    step = "decode" if template == "attention_decode" else "mixed"
+    b = GraphBuilder("attending", step=step, dtype="bf16", page_size=64)
+    x = b.embed(b.weight("embed", "embed", 32, 6144))
+    q, k, v = b.split(x, 4096, 1024, 1024, name="q k v")
+    limits = {"window": 4096, "soft_cap": 50.0} if form else {}
+    y = b.attention(q, k, v, cache="kv.0", **ATTENTION, **limits)
+    head = b.weight("h", "h", 32, 4096)
+    graph = b.finish(b.linear(b.last_rows(y), head, out_dtype="f32"))
+    op = next(op for op in graph.ops if op.kind == "attention")
+    where = Situation({"T": 8192, "B": 8, "C": 8192}, step, "cuda", "sm_90")
+    candidate = next(each for each in lower(op, graph, where) if each.template == template)
+    assert candidate.emit() == golden(f"triton/{'__'.join([template, *form.split()])}.py")
+
+
+@pytest.mark.parametrize("form", ["", "add"])
+def test_emitted_norm_is_golden(form: str, golden: Callable[[str], Golden]) -> None:
+    b = GraphBuilder("normed", step="mixed", dtype="bf16", page_size=16)
+    x = b.embed(b.weight("embed", "embed", 32, 4096))
+    y = b.rms_norm(x, b.weight("norm", "norm", 4096), eps=1e-5, name="y")
+    y = b.add(x, y, name="after") if form else y
+    head = b.weight("h", "h", 32, 4096)
+    graph = b.finish(b.linear(b.last_rows(y), head, out_dtype="f32"))
+    graph, _ = run_passes(graph, few_tokens=False)
+    op = next(op for op in graph.ops if "rms_norm" in [inner.kind for inner in op.plain])
+    where = Situation({"T": 8, "B": 8}, "mixed", "cuda", "sm_90")
+    text = next(lower(op, graph, where)).emit()
+    assert text == golden(f"triton/{'__'.join(['norm', *form.split()])}.py")
 
 
 def test_emitted_norm_prologue_is_golden(golden: Callable[[str], Golden]) -> None:

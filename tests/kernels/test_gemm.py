@@ -29,6 +29,7 @@ SMALL: dict[str, dict[str, int | bool]] = {
 }
 SPLIT = ("matmul_skinny", "matmul_skinny_tma")
 FORMS = ["", "bias", "add", "glu", "bias glu", "glu add", "bias add", "f32", "bias glu add"]
+FORMS += ["scale add", "bias gelu", "gelu_tanh", "silu", "relu", "scale f32"]
 NORM_FORMS = ["norm", "norm offset", "norm bias glu", "norm glu add", "norm f32"]
 
 

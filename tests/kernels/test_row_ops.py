@@ -137,6 +137,81 @@ def test_norm_of_gathered_rows(add_residual: bool, device: str, rng_seed: int) -
     assert torch.equal(stream[:3], rows if add_residual else torch.zeros(3, 320))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_rows", "hidden", "block_t", "has_bias"),
+    [(1, 576, 1, True), (3, 320, 2, False), (5, 1000, 8, True)],
+)
+def test_layer_norm_of_rows(
+    num_rows: int,
+    hidden: int,
+    block_t: int,
+    has_bias: bool,
+    dtype: torch.dtype,
+    device: str,
+    rng_seed: int,
+) -> None:
+    torch.manual_seed(rng_seed)
+    # A mean far from zero: sums of squares alone would lose the variance.
+    x = (torch.randn(num_rows + 1, hidden) + 30.0).to(dtype)
+    weight, bias = torch.randn(2, hidden).to(dtype)
+    y = poisoned(num_rows + 1, hidden, dtype=dtype)
+    template = load_template(
+        "layer_norm",
+        shape={"HIDDEN": hidden, "EPS": 1e-3, "HAS_BIAS": has_bias},
+        schedule={"BLOCK_T": block_t},
+    )
+    given = bias if has_bias else None
+    launch(template, x, weight, given, None, y, num_rows, device=device)
+    expected = reference.layer_norm(x[:num_rows], weight, given, eps=1e-3)
+    tolerance = 3e-5 if dtype == torch.float32 else TOLERANCE[dtype]
+    torch.testing.assert_close(y[:num_rows], expected, rtol=tolerance, atol=tolerance)
+    assert y[num_rows:].isnan().all()
+
+
+def test_layer_norm_of_gathered_rows(device: str, rng_seed: int) -> None:
+    torch.manual_seed(rng_seed)
+    x, weight, bias = torch.randn(7, 320), torch.randn(320), torch.randn(320)
+    index, y = int32(6, -1, 2), poisoned(4, 320, dtype=torch.float32)
+    template = load_template(
+        "layer_norm",
+        shape={"HIDDEN": 320, "EPS": 1e-5, "HAS_BIAS": True, "GATHER": True},
+        schedule={"BLOCK_T": 2},
+    )
+    launch(template, x, weight, bias, index, y, 3, device=device)
+    rows = reference.gather_rows(x, index)
+    assert_same(y[:3], reference.layer_norm(rows, weight, bias, eps=1e-5))
+    assert y[3].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("sizes", "width", "offset"), [((576, 192), 960, 0.0), ((72, 24), 96, 1.0), ((40,), 40, 0.0)]
+)
+def test_sections_of_rows_are_normalised_and_the_rest_is_copied(
+    sizes: tuple[int, ...],
+    width: int,
+    offset: float,
+    dtype: torch.dtype,
+    device: str,
+    rng_seed: int,
+) -> None:
+    torch.manual_seed(rng_seed)
+    x, weight = 3 * torch.randn(4, width).to(dtype), torch.randn(sum(sizes)).to(dtype)
+    y = poisoned(4, width, dtype=dtype)
+    first, second = (*sizes, 0)[:2]
+    template = load_template(
+        "section_norm",
+        shape={"FIRST": first, "SECOND": second, "WIDTH": width, "EPS": 1e-3, "OFFSET": offset},
+        schedule={"BLOCK_T": 2},
+    )
+    launch(template, x, weight, y, 3, device=device)
+    expected = reference.section_norm(x[:3], weight, sizes=sizes, eps=1e-3, offset=offset)
+    assert_same(y[:3], expected)
+    assert torch.equal(y[:3, sum(sizes) :], x[:3, sum(sizes) :])
+    assert y[3].isnan().all()
+
+
 # --- pointwise ----------------------------------------------------------------------------------
 
 
@@ -338,6 +413,8 @@ def test_resolve_tokens_fills_in_unknown_ids(in_place: bool, device: str) -> Non
 
 LAUNCHES: dict[str, tuple[cross_compile.Argument, ...]] = {
     "embed": ("i32[8]", "bf16[50, 576]", "bf16[8, 576]", 8),
+    "layer_norm": ("bf16[8, 576]", "bf16[576]", "bf16[576]", None, "bf16[8, 576]", 8),
+    "section_norm": ("bf16[8, 960]", "bf16[768]", "bf16[8, 960]", 8),
     "norm": ("bf16[8, 576]", "bf16[576]", None, None, "bf16[8, 576]", None, 8),
     "pointwise": ("bf16[8, 576]", "bf16[8, 576]", "bf16[8, 576]", 8),
     "glu": ("bf16[8, 3072]", "bf16[8, 1536]", 8),

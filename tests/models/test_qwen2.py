@@ -24,7 +24,15 @@ SIZES = {
 class TestQwen2(FamilyTests):
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
-    cases: ClassVar = {"plain": {}, "tied, ratio 3": {**RATIO_3, "tie_word_embeddings": True}}
+    cases: ClassVar = {
+        "plain": {},
+        "tied, ratio 3": {**RATIO_3, "tie_word_embeddings": True},
+        "second layer with a window": {
+            "sliding_window": 20,
+            "use_sliding_window": True,
+            "max_window_layers": 1,
+        },
+    }
 
 
 def test_q_k_and_v_have_biases_and_the_output_has_none() -> None:
@@ -40,5 +48,7 @@ def test_a_bias_that_the_architecture_does_not_have_is_refused(key: str) -> None
 
 def test_a_window_is_used_only_where_the_config_says_so() -> None:
     assert from_hf({**SIZES, "sliding_window": 64}).sliding_window is None
-    with pytest.raises(SpecError, match="`sliding_window`"):
-        from_hf({**SIZES, "sliding_window": 64, "use_sliding_window": True})
+    used = {**SIZES, "sliding_window": 64, "use_sliding_window": True}
+    assert from_hf(used).sliding_layers == ()
+    config = from_hf({**used, "max_window_layers": 1})
+    assert [config.window_of(layer) for layer in range(2)] == [0, 64]

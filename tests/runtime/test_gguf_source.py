@@ -239,7 +239,7 @@ def test_tabulated_llama3_divisors_give_the_same_frequencies(
     assert "rope_freqs.weight" not in checkpoint.names()
     model = from_hf(checkpoint.config)
     assert model.rope.kind == "llama3"
-    frequencies = np.array(rope_inverse_frequencies(model.rope, head_dim))
+    frequencies = np.array(rope_inverse_frequencies(model.rope))
     plain = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     np.testing.assert_allclose(plain / frequencies, divisors, rtol=1e-4)
     if low == 1.0:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.checkpoints import edit_json, make_llama
+from tests.checkpoints import edit_json, make_family, make_llama
 from tests.runtime.serving import compile_tiny
 from treadle.ir.errors import CheckpointError
 from treadle.runtime import planner
 from treadle.runtime.artifact import MANIFEST, finish_manifest, read_manifest
 from treadle.runtime.checkpoint import open_checkpoint
+from treadle.runtime.diagnose import find_cause
 from treadle.runtime.loading import LoadedArtifact, ServeOptions, load_artifact
 from treadle.runtime.triton_program import TritonProgram
 from treadle.runtime.verify import (
@@ -191,3 +194,59 @@ def test_a_model_that_transformers_does_not_know_is_told_with_a_way_out(tmp_path
     with pytest.raises(CheckpointError, match="nothing to compare with") as caught:
         load_transformers(open_checkpoint(model))
     assert "--kernels-only" in caught.value.remedy
+
+
+# --- why a layer departs --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "edits", "cause"),
+    [
+        ("llama", {}, {"rms_norm_eps": 0.1}, "norms with an epsilon of 1e-06"),
+        ("llama", {}, {"rope_theta": 123.0}, "plain RoPE with a theta of 10000"),
+        ("llama", {"hidden_act": "gelu"}, {"hidden_act": "silu"}, "the activation gelu"),
+        ("mistral", {"sliding_window": 5}, {"use_sliding_window": False}, "window of 5 tokens"),
+        ("granite", {"attention_multiplier": 1.0}, {"attention_multiplier": 0.2}, "scale of 1"),
+    ],
+)
+def test_the_cause_of_a_layer_that_departs_is_found(
+    tmp_path: Path,
+    rng_seed: int,
+    model_type: str,
+    changes: dict[str, object],
+    edits: dict[str, object],
+    cause: str,
+) -> None:
+    model = make_family(tmp_path / "model", model_type, seed=rng_seed % 1000, **changes)
+    config = json.loads((model / "config.json").read_text())
+    edit_json(model / "config.json", edits, drop=["rope_parameters"] * ("rope_theta" in edits))
+    artifact = compile_tiny(model, tmp_path / "artifact")
+    loaded = load(artifact)
+    (model / "config.json").write_text(json.dumps(config))
+    departed = next(each for each in verify_layers(loaded, PROMPT) if not each.passed)
+    assert departed.layer == "layer 0"
+    best, *_ = find_cause(loaded, PROMPT, departed.layer, departed.expected, departed.error)
+    assert cause in best.what
+    assert best.error <= departed.tolerance
+
+
+def test_neighbours_taken_for_halves_are_found(tmp_path: Path, rng_seed: int) -> None:
+    ernie = make_family(tmp_path / "ernie", "ernie4_5", seed=rng_seed % 1000, head_dim=16)
+    edit_json(ernie / "config.json", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+    loaded = load(compile_tiny(ernie, tmp_path / "artifact"))
+    edit_json(
+        ernie / "config.json", {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5"}
+    )
+    departed = next(each for each in verify_layers(loaded, PROMPT) if not each.passed)
+    best, *_ = find_cause(loaded, PROMPT, departed.layer, departed.expected, departed.error)
+    assert best.what == "RoPE over pairs of neighbours"
+    assert best.error <= departed.tolerance
+
+
+def test_nothing_is_said_to_help_where_nothing_does(tmp_path: Path, rng_seed: int) -> None:
+    loaded = load_layers(tmp_path, rng_seed)
+    weight = loaded.weights["layers.0.input_layernorm"]
+    weight.copy_(torch.randn_like(weight))
+    departed = next(each for each in verify_layers(loaded, PROMPT) if not each.passed)
+    causes = find_cause(loaded, PROMPT, departed.layer, departed.expected, departed.error)
+    assert all(each.error > departed.tolerance for each in causes)

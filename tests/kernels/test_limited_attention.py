@@ -1,0 +1,190 @@
+"""Attention with a window or a soft cap, as emitted, against plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from treadle.ir.builder import GraphBuilder
+from treadle.kernels import reference
+from treadle.kernels.load import load_module, write_module
+from treadle.kernels.lower import Situation, lower
+
+from .paged_inputs import PagedInputs
+from .test_attention import assert_same, draw_inputs
+
+MODEL = (6, 2, 24, 16)  # H, G, D, S
+PAGE = 16
+# (window, soft cap): within a page, a page, over pages, one token, none
+LIMITS = [(5, 0.0), (16, 0.0), (37, 0.0), (1, 0.0), (0, 2.0), (20, 1.5)]
+DECODES = [(1, 17), (1, 90), (0, 0)]
+PROMPTS = [(33, 33), (0, 0), (5, 70)]
+
+
+def emit(
+    inputs: PagedInputs, template: str, limits: tuple[int, float], folder: Path, **schedule: Any
+) -> ModuleType:
+    """Emit a template with a window and a soft cap, with its first schedule, changed."""
+    num_heads, head_dim = inputs.q.shape[1:]
+    num_kv_heads, page_size = inputs.k_cache.shape[1:3]
+    step = "decode" if template == "attention_decode" else "mixed"
+    b = GraphBuilder("limited", step=step, dtype="f32", page_size=page_size)
+    widths = [heads * head_dim for heads in (num_heads, num_kv_heads, num_kv_heads)]
+    x = b.embed(b.weight("embed", "embed", 8, sum(widths)))
+    q, k, v = b.split(x, *widths, name="q k v")
+    attended = b.attention(
+        q,
+        k,
+        v,
+        cache="kv.0",
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=inputs.scale,
+        window=limits[0],
+        soft_cap=limits[1],
+    )
+    head = b.weight("h", "h", 8, widths[0])
+    graph = b.finish(b.linear(b.last_rows(attended), head, out_dtype="f32"))
+    op = next(op for op in graph.ops if op.kind == "attention")
+    where = Situation({"T": 256, "B": 8, "C": 256}, step, "cuda", "sm_90")
+    candidate = next(each for each in lower(op, graph, where) if each.template == template)
+    expected = (
+        template.removesuffix("_tma") + "_window" * bool(limits[0]) + "_cap" * bool(limits[1])
+    )
+    assert candidate.name == expected
+    known = {"USE_PDL": False, "num_warps": 4, "num_stages": 1, **schedule}
+    changed = {key: known.get(key, value) for key, value in candidate.schedule.items()}
+    candidate.schedule.update(changed)
+    return load_module(write_module(candidate.emit(), "kernel", folder), "kernel")
+
+
+def expected_out(inputs: PagedInputs, limits: tuple[int, float]) -> torch.Tensor:
+    """Attend token by token, from the definition."""
+    num_heads, head_dim = inputs.q.shape[1:]
+    num_kv_heads, page_size = inputs.k_cache.shape[1:3]
+    group = num_heads // num_kv_heads
+    out = torch.zeros(inputs.q.shape[0], num_heads, head_dim, dtype=torch.float64)
+    window, cap = limits
+    for seq, row in enumerate(inputs.seq_rows.tolist()):
+        start, stop = inputs.query_start[seq : seq + 2].tolist()
+        context = int(inputs.context_lens[seq])
+        if row < 0 or context == 0:
+            continue
+        for token in range(start, stop):
+            position = context - (stop - token)
+            first = max(position - window + 1, 0) if window else 0
+            seen = torch.arange(first, position + 1)
+            pages = inputs.block_table[row].cpu()[seen // page_size]
+            k = inputs.k_cache.cpu()[pages, :, seen % page_size].double()  # [C, G, D]
+            v = inputs.v_cache.cpu()[pages, :, seen % page_size].double()
+            for head in range(num_heads):
+                scores = k[:, head // group] @ inputs.q[token, head].cpu().double() * inputs.scale
+                scores = cap * torch.tanh(scores / cap) if cap else scores
+                out[token, head] = scores.softmax(0) @ v[:, head // group]
+    return out.flatten(1).to(inputs.q.dtype).to(inputs.q.device)
+
+
+def hide_old_pages(inputs: PagedInputs, window: int) -> None:
+    """Poison the pages that lie before the window of a sequence's first token of the step."""
+    for seq, row in enumerate(inputs.seq_rows.tolist()):
+        start, stop = inputs.query_start[seq : seq + 2].tolist()
+        prior = int(inputs.context_lens[seq]) - (stop - start)
+        for page in inputs.block_table[row, : max(prior - window + 1, 0) // PAGE].tolist():
+            inputs.k_cache[page] = inputs.v_cache[page] = float("nan")
+
+
+def run_decode(inputs: PagedInputs, module: ModuleType) -> torch.Tensor:
+    num_heads, head_dim = inputs.q.shape[1:]
+    partials = inputs.num_seqs * num_heads * module.SCHEDULE["MAX_SPLITS"]
+    scratch = torch.full((partials * (head_dim + 1),), float("nan"), device=inputs.q.device)
+    counters = torch.zeros(inputs.num_seqs * inputs.k_cache.shape[1], dtype=torch.int32)
+    out = inputs.poisoned_out()
+    cache = (inputs.k_cache, inputs.v_cache, inputs.block_table, inputs.seq_rows)
+    parts = (scratch[partials:], scratch[:partials], counters.to(inputs.q.device))
+    module.launch(inputs.q, *cache, inputs.context_lens, out, *parts, inputs.num_seqs)
+    return out
+
+
+def run_prefill(inputs: PagedInputs, module: ModuleType) -> torch.Tensor:
+    out = inputs.poisoned_out()
+    cache = (inputs.k_cache, inputs.v_cache, inputs.block_table, inputs.seq_rows)
+    lengths = (inputs.query_start, inputs.context_lens)
+    module.launch(inputs.q, *cache, *lengths, out, inputs.num_tokens, inputs.num_seqs)
+    return out
+
+
+def decodes(model: tuple[int, int, int, int], device: str, seed: int) -> PagedInputs:
+    sequences = [(max(queries, 1), context) for queries, context in DECODES]
+    return draw_inputs(sequences, model, device, seed)
+
+
+def prompts(model: tuple[int, int, int, int], device: str, seed: int) -> PagedInputs:
+    return draw_inputs(PROMPTS, model, device, seed)
+
+
+@pytest.mark.parametrize(("limits", "splits"), [*((each, 4) for each in LIMITS), (LIMITS[-1], 1)])
+def test_decode_sees_its_window_and_bends_its_scores(
+    limits: tuple[int, float], splits: int, device: str, rng_seed: int, tmp_path: Path
+) -> None:
+    inputs = decodes(MODEL, device, rng_seed)
+    expected = expected_out(inputs, limits)
+    if limits[0]:
+        hide_old_pages(inputs, limits[0])
+    tiles = {"BLOCK_TOKENS": 16, "MAX_SPLITS": splits, "MIN_CHUNK_TOKENS": 16}
+    module = emit(inputs, "attention_decode", limits, tmp_path, **tiles)
+    assert_same(run_decode(inputs, module), expected)
+
+
+@pytest.mark.parametrize(
+    ("limits", "pack_heads"), [*((each, True) for each in LIMITS), (LIMITS[-1], False)]
+)
+def test_prefill_sees_its_window_and_bends_its_scores(
+    limits: tuple[int, float], pack_heads: bool, device: str, rng_seed: int, tmp_path: Path
+) -> None:
+    inputs = prompts(MODEL, device, rng_seed)
+    expected = expected_out(inputs, limits)
+    if limits[0]:
+        hide_old_pages(inputs, limits[0])
+    tiles = {"BLOCK_ROWS": 16, "BLOCK_TOKENS": 16, "PACK_HEADS": pack_heads}
+    module = emit(inputs, "attention_prefill", limits, tmp_path, **tiles)
+    assert_same(run_prefill(inputs, module), expected)
+
+
+@pytest.mark.parametrize("limits", [(5, 0.0), (20, 1.5)])
+def test_prefill_by_tma_sees_its_window_and_bends_its_scores(
+    limits: tuple[int, float], device: str, rng_seed: int, tmp_path: Path
+) -> None:
+    inputs = prompts((6, 2, 32, 64), device, rng_seed)
+    expected = expected_out(inputs, limits)
+    tiles = {"BLOCK_ROWS": 16, "BLOCK_TOKENS": 16, "PACK_HEADS": True}
+    module = emit(inputs, "attention_prefill_tma", limits, tmp_path, **tiles)
+    assert_same(run_prefill(inputs, module), expected)
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_the_reference_is_the_definition(limits: tuple[int, float], rng_seed: int) -> None:
+    for inputs in (decodes(MODEL, "cpu", rng_seed), prompts(MODEL, "cpu", rng_seed)):
+        expected = expected_out(inputs, limits)
+        if limits[0]:
+            hide_old_pages(inputs, limits[0])
+        found = reference.attention(
+            inputs.q.flatten(1),
+            inputs.k_cache,
+            inputs.v_cache,
+            inputs.block_table,
+            inputs.seq_rows,
+            inputs.query_start,
+            inputs.context_lens,
+            num_heads=MODEL[0],
+            num_kv_heads=MODEL[1],
+            head_dim=MODEL[2],
+            scale=inputs.scale,
+            window=limits[0],
+            soft_cap=limits[1],
+        )
+        assert_same(found, expected)
