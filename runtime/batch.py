@@ -198,8 +198,14 @@ class BatchWriter:
         field("seq_rows", num_seqs)[:] = plan.rows
         self._state.packed.copy_(staging, non_blocking=True)
         tensors = self._state.tensors
-        rows = tensors["seq_rows"][:num_seqs].long()
-        tensors["length"].index_copy_(0, rows, tensors["context_lens"][:num_seqs])
+        rows, lengths = tensors["seq_rows"][:num_seqs].long(), tensors["context_lens"][:num_seqs]
+        if len(set(plan.rows)) < num_seqs:
+            # Of the slices of a prompt that is scored the last one says how long its row is.
+            last = {row: index for index, row in enumerate(plan.rows)}
+            kept = self._stage(np.array(list(last.values())), torch.int64)
+            kept = kept.to(rows.device, non_blocking=True)
+            rows, lengths = rows[kept], lengths[kept]
+        tensors["length"].index_copy_(0, rows, lengths)
 
 
 def _as_signed(seed: int) -> int:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -457,7 +457,13 @@ class Engine:
             else:
                 self._news.append(self._describe(event, logprobs))
         self._news += [
-            _News(chunk.sequence.request_id, None, 0, None, logprobs[chunk.sequence.request_id])
+            _News(
+                chunk.sequence.request_id,
+                None,
+                0,
+                None,
+                logprobs[chunk.sequence.request_id, chunk.stop],
+            )
             for chunk in plan.chunks
             if chunk.scores
         ]
@@ -470,7 +476,7 @@ class Engine:
             self._news, self._tokens = [], []
             self.model.executor.times.lap(PUBLISH)
 
-    def _describe(self, event: TokenEvent, logprobs: Mapping[str, TokenLogprobs]) -> _News:
+    def _describe(self, event: TokenEvent, logprobs: Mapping[Hashable, TokenLogprobs]) -> _News:
         sequence, token, reason = event
         name, cached_tokens = sequence.request_id, sequence.cached_tokens or 0
         if reason is FinishReason.ERROR:

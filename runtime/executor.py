@@ -6,7 +6,7 @@ Called by the engine's worker, from one thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,8 +50,11 @@ class StepResult:
         tokens: list[int] = self._tokens[: self._count].tolist()
         return tokens
 
-    def logprobs(self) -> dict[str, TokenLogprobs]:
-        """Give the log probabilities of the requests that ask, after `tokens` has waited."""
+    def logprobs(self) -> dict[Hashable, TokenLogprobs]:
+        """Give the log probabilities that are asked for, after `tokens` has waited.
+
+        Their keys are requests, and for tokens of prompts pairs of a request and a position.
+        """
         return {} if self._logprobs is None else self._logprobs.take()
 
 
@@ -144,7 +147,8 @@ class Executor:
             elif chunk.scores:
                 assert params.prompt_logprobs is not None, "the scheduler scores for nobody else"
                 target = sequence.prompt_ids[chunk.stop]
-                wishes.append(Wish(index, sequence.request_id, params.prompt_logprobs, target))
+                key = (sequence.request_id, chunk.stop)
+                wishes.append(Wish(index, key, params.prompt_logprobs, target))
         self._wishes = tuple(wishes)
         self._wished_slices = None
         if self._wishes:

@@ -9,7 +9,7 @@ Called by the executor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,13 +22,13 @@ LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class Wish:
-    """Say that a slice's token is asked about: by which request, and for how many likeliest.
+    """Say that a slice's token is asked about, for how many likeliest ones; `key` names the answer.
 
     `target` is the token asked about; -1: the one that is sampled.
     """
 
     slice_index: int
-    request_id: str
+    key: Hashable
     num_top: int
     target: int = -1
 
@@ -64,13 +64,13 @@ class PendingLogprobs:
         found = (chosen_ids, *log_probabilities(logits.float(), chosen_ids, num_top))
         self._fetched = [_fetch(tensor) for tensor in found]
 
-    def take(self) -> dict[str, TokenLogprobs]:
-        """Give the answers by request, once the step is known to be done."""
+    def take(self) -> dict[Hashable, TokenLogprobs]:
+        """Give the answers by their keys, once the step is known to be done."""
         chosen_ids, chosen, largest, ids = (tensor.tolist() for tensor in self._fetched)
-        answers = {}
+        answers: dict[Hashable, TokenLogprobs] = {}
         for index, wish in enumerate(self._wishes):
             pairs = zip(ids[index][: wish.num_top], largest[index], strict=False)
-            answers[wish.request_id] = TokenLogprobs(
+            answers[wish.key] = TokenLogprobs(
                 chosen_ids[index],
                 _finite(chosen[index]),
                 tuple((token, _finite(value)) for token, value in pairs),

@@ -7,6 +7,7 @@ which `treadle` exports.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import Future
@@ -26,7 +27,14 @@ from treadle.runtime.config import DTYPES
 from treadle.runtime.loading import ServeOptions
 from treadle.runtime.pipeline_config import EngineConfig, GenerationConfig, Response
 from treadle.runtime.progress import Progress
-from treadle.runtime.request import Delta, Engine, SamplingParams, fit_to_window, show_value
+from treadle.runtime.request import (
+    Delta,
+    Engine,
+    SamplingParams,
+    collect,
+    fit_to_window,
+    show_value,
+)
 from treadle.runtime.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -189,6 +197,32 @@ class Pipeline:
         """
         work, _ = self._read(prompts, gen_config, do_preprocess)
         return self._stream(work)
+
+    def get_ppl(self, input_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[float]:
+        """Give the mean cross-entropy of each list of tokens, in nats; not its exponential.
+
+        The first token counts for nothing: there is nothing before it to expect it from.
+        Raises: RequestError: a list of less than 2 tokens, or longer than the window.
+        """
+        listed: list[Any] = list(input_ids)
+        if listed and isinstance(listed[0], int):
+            listed = [listed]
+        for one in listed:
+            if len(one) < 2:
+                raise RequestError(
+                    f"Expected at least 2 tokens in each list, found {len(one)}.",
+                    param="input_ids",
+                )
+        return self._wait(self._launch(self._score_all(listed)))
+
+    async def _score_all(self, listed: Sequence[Sequence[int]]) -> list[float]:
+        return list(await asyncio.gather(*map(self._score, listed)))
+
+    async def _score(self, token_ids: Sequence[int]) -> float:
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        async with self._slots:
+            whole = await collect(self._engine.submit(token_ids, params))
+        return -math.fsum(one.logprob for one in whole.prompt_logprobs) / (len(token_ids) - 1)
 
     def session(self) -> Session:
         """Begin a conversation."""

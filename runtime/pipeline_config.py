@@ -7,12 +7,13 @@ Must not know engines. Used by `runtime/pipeline.py`; scripts import it from `tr
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from treadle.ir.errors import ConfigError, RequestError
-from treadle.runtime.request import SamplingParams, show_value
+from treadle.runtime.request import JSON_OBJECT, SamplingParams, Structure, show_value
 
 # LMDeploy's names of settings -> ours.
 ALIASES = {
@@ -134,9 +135,10 @@ class GenerationConfig:
     None: as many as it holds. `random_seed` None: another answer each time. `stop_words` are texts
     of any length and end the answer wherever they come up. Before `min_new_tokens` no end is drawn.
     `repetition_penalty` looks at prompt and answer, `presence_penalty` and `frequency_penalty` at
-    the answer; `logit_bias` maps tokens to what is added to their logits. `logprobs`: tell the log
-    probability of each token and of this many likeliest ones, the model's own, before temperature
-    and all else. The fields marked as not yet there only take their defaults so far.
+    the answer; `bad_words` and `bad_token_ids` are never written; `response_format` is the answer's
+    form, as over HTTP; `logit_bias` maps tokens to what is added to their logits. `logprobs`: tell
+    the log probability of each token and of this many likeliest ones, the model's own, before
+    temperature and all else. Fields that are marked only take their defaults so far.
     """
 
     max_new_tokens: int | None = 512
@@ -157,11 +159,11 @@ class GenerationConfig:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
-    bad_words: Sequence[str] | None = field(default=None, metadata=NOT_YET)
+    bad_words: Sequence[str] | None = None
     bad_token_ids: Sequence[int] | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = field(default=True, metadata=NOT_YET)
-    response_format: Any = field(default=None, metadata=NOT_YET)
+    response_format: Any = None
     logits_processors: Any = field(default=None, metadata=NOT_YET)
     output_logits: str | None = field(default=None, metadata=NOT_YET)
     output_last_hidden_state: str | None = field(default=None, metadata=NOT_YET)
@@ -211,6 +213,8 @@ class GenerationConfig:
             frequency_penalty=self.frequency_penalty,
             logit_bias=_as_pairs("logit_bias", self.logit_bias),
             bad_token_ids=_as_tuple("bad_token_ids", self.bad_token_ids),
+            bad_words=_as_tuple("bad_words", self.bad_words),
+            structure=_read_form(self.response_format),
             logprobs=self.logprobs,
         )
         try:
@@ -220,6 +224,30 @@ class GenerationConfig:
         if self.do_sample:
             return params
         return replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=None)
+
+
+def _read_form(value: object) -> Structure | None:
+    """Read the form of an answer as LMDeploy and OpenAI write it."""
+    if value is None or value == {"type": "text"}:
+        return None
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(value, dict) and kind == "json_object":
+        return JSON_OBJECT
+    if isinstance(value, dict) and kind == "json_schema":
+        described = value.get("json_schema")
+        schema = described.get("schema") if isinstance(described, dict) else None
+        if isinstance(schema, dict):
+            return Structure("json_schema", json.dumps(schema), "response_format")
+    if isinstance(value, dict) and kind == "regex_schema":
+        pattern = value.get("regex_schema")
+        if isinstance(pattern, str):
+            return Structure("regex", pattern, "response_format")
+    raise RequestError(
+        "Expected `response_format` to have a `type` of text, json_object, json_schema (with "
+        "`json_schema` and its `schema`) or regex_schema (with `regex_schema`), found "
+        f"{show_value(value)}.",
+        param="response_format",
+    )
 
 
 def _as_pairs(name: str, value: object) -> tuple[tuple[int, float], ...]:

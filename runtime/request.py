@@ -77,7 +77,7 @@ class SamplingParams:
     own, decoded as such.
     `shown_token_ids`: special tokens that the text shows, as the marks of a tool call.
     `logprobs`: tell the log probability of each token, and of this many likeliest; None: of none.
-    `prompt_logprobs`: the same for the prompt, whose tokens are then computed one a step.
+    `prompt_logprobs`: the same for the prompt, which then takes a slice of a step per token.
     """
 
     max_tokens: int | None = None

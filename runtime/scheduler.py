@@ -237,6 +237,7 @@ class Scheduler:
         self._free_rows = list(range(max_rows))  # a heap: the lowest row first
         self._in_flight: deque[StepPlan] = deque()
         self._next_arrival = 0
+        self._spare_slices = 0  # that a step has beyond one for each running sequence
         self._composition = 0
         # The last plan's decodes, as list and tuple, and rows, when it was decode only.
         self._steady: tuple[list[SequenceState], tuple[SequenceState, ...], tuple[int, ...]] | None
@@ -366,6 +367,7 @@ class Scheduler:
         for sequence in decodes:
             sequence.scheduled_tokens += 1
         budget = self.max_step_tokens - len(decodes)
+        self._spare_slices = self.max_rows - len(self._running)
         chunks: list[Slice] = []
         for sequence in prefills:
             if budget > 0:
@@ -567,22 +569,34 @@ class Scheduler:
     def _plan_chunk(self, sequence: SequenceState, budget: int, chunks: list[Slice]) -> int:
         start = sequence.scheduled_tokens
         stop = min(sequence.prefill_stop, start + budget)
-        scores = False
         last = len(sequence.prompt_ids) - 1
         if sequence.params.prompt_logprobs is not None and start < last:
             # A step gives one row of logits per slice, so a scored token is a slice of its own;
             # what was scored before a preemption is computed again without.
-            scores = start >= sequence.num_scored
-            stop = min(stop, start + 1 if scores else sequence.num_scored)
-            sequence.num_scored = max(sequence.num_scored, stop)
+            if start >= sequence.num_scored:
+                return self._plan_scores(sequence, min(budget, last - start), chunks)
+            stop = min(stop, sequence.num_scored)
         samples = stop == sequence.prefill_stop
         sequence.scheduled_tokens = stop
         if samples:
             self._set_decode_halt(sequence, stop)
         else:
             sequence.halt = stop
-        chunks.append(Slice(sequence, sequence.row, start, stop, samples, scores))
+        chunks.append(Slice(sequence, sequence.row, start, stop, samples))
         return stop - start
+
+    def _plan_scores(self, sequence: SequenceState, count: int, chunks: list[Slice]) -> int:
+        """Score the next tokens of a prompt, as many as the step has room for slices.
+
+        Never with the slice that draws its first token: both would write the row's last token.
+        """
+        count = min(count, 1 + self._spare_slices)
+        self._spare_slices -= count - 1
+        start = sequence.scheduled_tokens
+        for position in range(start, start + count):
+            chunks.append(Slice(sequence, sequence.row, position, position + 1, False, True))
+        sequence.scheduled_tokens = sequence.num_scored = sequence.halt = start + count
+        return count
 
     def _admit_waiting(
         self,
@@ -595,7 +609,7 @@ class Scheduler:
             return  # it goes to the front of the queue; nobody may overtake it
         page_size = self.pool.page_size
         spare_pages: int | None = None
-        while budget > 0 and self._waiting and self._free_rows:
+        while budget > 0 and self._waiting and self._free_rows and self._spare_slices > 0:
             if spare_pages is None:
                 # One page for each running sequence that will need more: otherwise a newcomer
                 # takes the last pages, and is preempted for the next one that is needed.
@@ -621,6 +635,7 @@ class Scheduler:
             sequence.scheduled_tokens = num_cached
             sequence.prefill_stop = len(sequence.token_ids)
             new_rows.append(sequence.row)
+            self._spare_slices -= 1
             pages = sequence.table.pages
             updates.extend((sequence.row, index, page) for index, page in enumerate(pages))
             spare_pages += len(pages) * page_size < sequence.last_position

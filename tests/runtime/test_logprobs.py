@@ -132,13 +132,32 @@ def test_emitted_kernels_give_them_too(tmp_path: Path, rng_seed: int) -> None:
     artifact = compile_tiny(
         model, tmp_path / "artifact", target="interpret", max_rows=2, max_step_tokens=16
     )
-    prompt = [5, 6, 7]
+    prompt = [5, 6, 7, 8]
 
     async def run() -> Delta:
         async with serving(artifact) as engine:
-            return await answer(engine, prompt, logprobs=2, max_tokens=3, temperature=0.0)
+            wishes = {"logprobs": 2, "prompt_logprobs": 2}
+            return await answer(engine, prompt, max_tokens=3, temperature=0.0, **wishes)
 
-    check_against(load_oracle(model), prompt, asyncio.run(run()), 2)
+    found = asyncio.run(run())
+    check_against(load_oracle(model), prompt, found, 2)
+    check_prompt(load_oracle(model), prompt, found, 2)
+
+
+def test_a_prompt_is_scored_in_as_few_steps_as_slices_allow(tmp_path: Path, rng_seed: int) -> None:
+    model = make_llama(tmp_path / "model", seed=rng_seed % 1000)
+    artifact = compile_tiny(model, tmp_path / "artifact", max_rows=8)
+    prompt = [random.Random(rng_seed).randrange(3, 320) for _ in range(42)]
+
+    async def run() -> tuple[Delta, int]:
+        async with serving(artifact) as engine:
+            found = await answer(engine, prompt, max_tokens=1, prompt_logprobs=1)
+            return found, engine.stats().steps_total
+
+    found, steps = asyncio.run(run())
+    check_prompt(load_oracle(model), prompt, found, 1)
+    # 41 tokens, 8 a step, and the last one, which draws.
+    assert steps == 7
 
 
 def check_prompt(oracle: object, prompt: list[int], found: Delta, num_top: int) -> None:

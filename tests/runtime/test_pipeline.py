@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import EOS_ID, load_oracle, make_dice, make_llama, make_script, oracle_greedy
+from tests.checkpoints import (
+    EOS_ID,
+    load_oracle,
+    make_dice,
+    make_llama,
+    make_script,
+    oracle_greedy,
+    oracle_logits,
+)
 from tests.runtime.serving import compile_tiny
 from treadle import EngineConfig, GenerationConfig, Pipeline, Response, pipeline
 from treadle.ir.errors import ConfigError, RequestError, TreadleError
@@ -344,3 +352,42 @@ def test_an_unknown_setting_is_named_with_the_nearest_known_one() -> None:
         EngineConfig(cache_max_entry_count=0.8)
     with pytest.raises(ConfigError, match="Expected `max_rows` to be a whole number"):
         EngineConfig(max_rows=-1)
+
+
+# --- forms and scores -----------------------------------------------------------------------------
+
+
+def test_forms_and_bad_words_are_those_of_the_server(scripted: Pipeline, rng_seed: int) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["ab", 5]}}}
+    for settings in ({"do_sample": True, "random_seed": rng_seed}, {}):
+        answer = scripted("[[S1]]", GenerationConfig(response_format=form, **settings))
+        assert (answer.text in ('"ab"', "5"), answer.finish_reason) == (True, "stop")
+    pattern = {"type": "regex_schema", "regex_schema": "x[yz]"}
+    assert scripted("[[S1]]", GenerationConfig(response_format=pattern)).text in ("xy", "xz")
+    banned = scripted("[[S1]]", GenerationConfig(bad_words=["Hello"], max_new_tokens=4))
+    assert "Hello" not in banned.text
+    keyword = {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}
+    refused = scripted("[[S1]]", GenerationConfig(response_format=keyword))
+    assert (refused.finish_reason, refused.error_code) == ("error", "unsupported_structure")
+    with pytest.raises(RequestError, match="`response_format`"):
+        scripted("[[S1]]", GenerationConfig(response_format={"type": "xml"}))
+
+
+def test_perplexities_are_the_mean_cross_entropies_of_transformers(
+    tmp_path: Path, rng_seed: int
+) -> None:
+    model = make_llama(tmp_path / "model", seed=rng_seed % 1000)
+    generator = random.Random(rng_seed)
+    lists = [[generator.randrange(320) for _ in range(length)] for length in (2, 17, 40)]
+    oracle = load_oracle(model)
+    expected = []
+    for ids in lists:
+        told = oracle_logits(oracle, ids).log_softmax(-1)
+        expected.append(
+            -sum(float(told[i - 1, ids[i]]) for i in range(1, len(ids))) / (len(ids) - 1)
+        )
+    with pipeline(compile_tiny(model, tmp_path / "artifact"), progress="none") as pipe:
+        assert pipe.get_ppl(lists) == pytest.approx(expected, abs=1e-3)
+        assert pipe.get_ppl(lists[1]) == pytest.approx(expected[1:2], abs=1e-3)
+        with pytest.raises(RequestError, match="at least 2 tokens"):
+            pipe.get_ppl([[1, 2], [3]])
