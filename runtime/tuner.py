@@ -187,24 +187,23 @@ class Space:
         self.defaults[key] = candidates.index(default)
 
     def all_dependent(self) -> dict[str, int]:
-        """Choose what is chosen now, but launched dependently, with the most fetched early."""
+        """Choose what is most like what is chosen now, but launched dependently."""
         return {key: self._dependent(key, index) for key, index in self.chosen.items()}
 
     def _dependent(self, key: str, current: int) -> int:
         candidates = self.candidates[key]
         wanted = candidates[current]
-        likes = [
-            (
-                sum(wanted.schedule.get(name) == value for name, value in schedule.items()),
-                sum(value for name, value in schedule.items() if name.startswith("PREFETCH_")),
-                -index,
-            )
-            for index, schedule in enumerate(candidate.schedule for candidate in candidates)
-            if candidates[index].template == wanted.template and schedule.get("USE_PDL")
+
+        def likeness(index: int) -> int:
+            schedule = candidates[index].schedule
+            return sum(schedule[name] == value for name, value in wanted.schedule.items())
+
+        dependent = [
+            index
+            for index, candidate in enumerate(candidates)
+            if candidate.template == wanted.template and candidate.schedule.get("USE_PDL")
         ]
-        # What is fetched early counts more than one setting in common.
-        best = max(likes, key=lambda like: (like[0] + 1.5 * (like[1] > 0), like[1:]), default=None)
-        return current if best is None else -best[2]
+        return max(dependent, key=likeness, default=current)
 
     def choose(
         self, op: Op, graph: Graph, where: Situation, candidates: Iterator[Candidate]
@@ -300,18 +299,17 @@ def search(
     starts = [dict(space.chosen)]
     if effort.autotune == "full" and space.autotune == "full":
         starts += [each for each in [space.all_dependent()] if each not in starts]
-    best_ms, ends = float("inf"), dict(space.chosen)
-    finished = True
-    for start in starts:
-        before = {key: tuning.timings for key, tuning in space.tunings.items()}
+    finished = _descend(space, stopwatch, report)
+    ends = dict(space.chosen)
+    for start in starts[1:] if finished else ():
+        first_ms, first = _last_ms(space), [tuning.timings for tuning in space.tunings.values()]
         space.chosen = dict(start)
-        finished = finished and _descend(space, stopwatch, report)
-        step_ms = _last_ms(space)
-        if step_ms < best_ms:
-            best_ms, ends = step_ms, dict(space.chosen)
-        elif before:
-            for key, timings in before.items():
-                space.tunings[key].timings = timings
+        finished = _descend(space, stopwatch, report)
+        if finished and _last_ms(space) < first_ms:
+            ends = dict(space.chosen)
+        else:
+            for tuning, timings in zip(space.tunings.values(), first, strict=True):
+                tuning.timings = timings
     space.chosen = ends
     if finished and len(starts) > 1:
         finished = _descend(space, stopwatch, report, near=NEAR)
@@ -376,27 +374,40 @@ class _Logged:
         effort: Effort,
         clock: Callable[[], float],
     ) -> None:
-        self.timed = self.known = 0
         self._space, self._measure, self._log = space, measure, log
         self._effort, self._clock = effort, clock
         self._program = space.identity()
         self._is_prepared = False
+        self._made: set[tuple[str, str]] = set()
+        self._found: set[tuple[str, str]] = set()
+
+    @property
+    def timed(self) -> int:
+        """How many timings were made."""
+        return len(self._made)
+
+    @property
+    def known(self) -> int:
+        """How many timings that were wanted the log had before."""
+        return len(self._found)
 
     def time(self, key: str, candidate: Candidate, *, is_default: bool) -> Timing | None:
         """Time the step with what is chosen now, `candidate` for `key`; None past the deadline."""
         modules = self._space.modules(self._space.plan())
         context = self._space.context(key, modules)
-        record = None if self._effort.again else self._log.timed(context, modules[key])
-        if record is not None:
-            self.known += 1
-            return _timing(candidate, record)
+        wanted = context, modules[key]
+        if wanted in self._made or not self._effort.again:
+            record = self._log.timed(*wanted)
+            if record is not None:
+                self._found |= {wanted} - self._made
+                return _timing(candidate, record)
         if self._clock() >= self._effort.deadline_s:
             return None
         if not self._is_prepared:
             self._measure.prepare(self._space)
             self._is_prepared = True
         timing = self._measure(self._space, key)
-        self.timed += 1
+        self._made.add(wanted)
         record = self._log.append(
             "timing",
             program=self._program,
