@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.ir.toy import CONFIG
+from treadle.ir.graph import Op
 from treadle.kernels.schedule import GEMV_ROWS, JOINED_ROWS
 from treadle.models.config import from_hf
+from treadle.runtime import planner
 from treadle.runtime.compiler import Compilation, build
 from treadle.runtime.config import EngineConfig, decode_buckets, mixed_buckets
 from treadle.runtime.planner import (
@@ -65,6 +69,21 @@ def test_a_program_launches_the_ops_of_its_graph_in_order() -> None:
         ops = [op.name for op in made.fused[program.form].ops]
         assert [launch.op for launch in program.launches] == ops
         assert {launch.kernel for launch in program.launches} <= set(plan.modules)
+
+
+def test_lowering_a_layer_s_op_once_gives_the_plan_of_lowering_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, plan = plan_for("interpret")
+    numbers, real = itertools.count(), planner._without_layer
+
+    def each_alone(op: Op, *rest: Any) -> tuple[object, tuple[str, ...]]:
+        signature, names = real(op, *rest)
+        return (next(numbers), signature), names
+
+    monkeypatch.setattr(planner, "_without_layer", each_alone)
+    assert plan_for("interpret")[1] == plan
+    assert next(numbers) == sum(len(program.launches) for program in plan.all_programs)
 
 
 def test_every_value_lies_inside_the_arena_of_its_program() -> None:
