@@ -9,7 +9,7 @@ Must move 0 bytes and 8,192 per token; must compute 0 operations per token.
 Keys and values come on top: their bytes and operations per context token.
 
 Schedule: BLOCK_TOKENS=64, MAX_SPLITS=32, MIN_CHUNK_TOKENS=128, PREFETCH_TOKENS=0, USE_PDL=True,
-  num_warps=4, num_stages=3
+  TRIGGER_LATE=False, num_warps=4, num_stages=3
 """
 
 import torch
@@ -23,6 +23,7 @@ SCHEDULE = dict(
     MIN_CHUNK_TOKENS=128,
     PREFETCH_TOKENS=0,
     USE_PDL=True,
+    TRIGGER_LATE=False,
     num_warps=4,
     num_stages=3,
 )
@@ -82,6 +83,48 @@ def _prefetch_tokens(
 
 
 @triton.jit
+def _add_splits(
+    acc,
+    best,
+    total,
+    partial_out_ptr,
+    partial_lse_ptr,
+    first,
+    num_splits,
+    GROUP_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """Merge the partial results of BLOCK_SPLITS splits into those of the splits before them."""
+    splits = first + tl.arange(0, BLOCK_SPLITS)  # [BLOCK_SPLITS]
+    heads = tl.arange(0, acc.shape[0])
+    dims = tl.arange(0, acc.shape[1])
+    live = (splits < num_splits)[:, None]  # [BLOCK_SPLITS, 1]
+    mask = (heads < GROUP_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_H, BLOCK_D]
+    rows = splits[:, None] * GROUP_HEADS + heads[None, :]  # [BLOCK_SPLITS, BLOCK_H]
+    # Other programs wrote these: `.cg` reads from L2, not from this multiprocessor's own cache.
+    lse = tl.load(
+        partial_lse_ptr + rows,
+        mask=live & (heads < GROUP_HEADS)[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )  # [BLOCK_SPLITS, BLOCK_H]
+    lse = tl.where(live, lse, float("-inf"))  # [BLOCK_SPLITS, BLOCK_H]
+    partial = tl.load(
+        partial_out_ptr + rows[:, :, None] * HEAD_DIM + dims[None, None, :],
+        mask=live[:, :, None] & mask[None, :, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )  # [BLOCK_SPLITS, BLOCK_H, BLOCK_D]
+    new_best = tl.maximum(best, tl.max(lse, 0))  # [BLOCK_H]
+    rescale = tl.exp2(best - new_best)  # [BLOCK_H]
+    weights = tl.exp2(lse - new_best[None, :])  # [BLOCK_SPLITS, BLOCK_H]
+    total = total * rescale + tl.sum(weights, 0)  # [BLOCK_H]
+    update = tl.sum(partial * weights[:, :, None], 0)  # [BLOCK_H, BLOCK_D]
+    return acc * rescale[:, None] + update, new_best, total
+
+
+@triton.jit
 def _combine_splits(
     partial_out_ptr,
     partial_lse_ptr,
@@ -90,45 +133,49 @@ def _combine_splits(
     GROUP_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ):
     """Merge the partial results of one sequence and KV head, in the order of the splits."""
     BLOCK_H: tl.constexpr = triton.next_power_of_2(GROUP_HEADS)
-    # One program merges while the others are done: what counts is latency, not bandwidth. Tiles of
-    # 2048 values, three of them in flight, read a dozen splits in about the time of one.
+    # One program merges while the others are done: what counts is latency, not bandwidth. All
+    # splits are read at once where registers hold them, else 2048 values at a time, three of these
+    # tiles in flight.
     TILE_SIZE: tl.constexpr = BLOCK_H * BLOCK_D
-    BLOCK_SPLITS: tl.constexpr = 2048 // TILE_SIZE if TILE_SIZE < 2048 else 1
-    heads = tl.arange(0, BLOCK_H)
-    dims = tl.arange(0, BLOCK_D)
-    mask = (heads < GROUP_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_H, BLOCK_D]
     best = tl.full((BLOCK_H,), float("-inf"), tl.float32)  # [BLOCK_H]
     total = tl.zeros((BLOCK_H,), tl.float32)  # [BLOCK_H]
     acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)  # [BLOCK_H, BLOCK_D]
-    for first in tl.range(0, num_splits, BLOCK_SPLITS, num_stages=4):
-        splits = first + tl.arange(0, BLOCK_SPLITS)  # [BLOCK_SPLITS]
-        live = (splits < num_splits)[:, None]  # [BLOCK_SPLITS, 1]
-        rows = splits[:, None] * GROUP_HEADS + heads[None, :]  # [BLOCK_SPLITS, BLOCK_H]
-        # Other programs wrote these: `.cg` reads from L2, not from this multiprocessor's own cache.
-        lse = tl.load(
-            partial_lse_ptr + rows,
-            mask=live & (heads < GROUP_HEADS)[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )  # [BLOCK_SPLITS, BLOCK_H]
-        lse = tl.where(live, lse, float("-inf"))  # [BLOCK_SPLITS, BLOCK_H]
-        partial = tl.load(
-            partial_out_ptr + rows[:, :, None] * HEAD_DIM + dims[None, None, :],
-            mask=live[:, :, None] & mask[None, :, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )  # [BLOCK_SPLITS, BLOCK_H, BLOCK_D]
-        new_best = tl.maximum(best, tl.max(lse, 0))  # [BLOCK_H]
-        rescale = tl.exp2(best - new_best)  # [BLOCK_H]
-        weights = tl.exp2(lse - new_best[None, :])  # [BLOCK_SPLITS, BLOCK_H]
-        total = total * rescale + tl.sum(weights, 0)  # [BLOCK_H]
-        update = tl.sum(partial * weights[:, :, None], 0)  # [BLOCK_H, BLOCK_D]
-        acc = acc * rescale[:, None] + update  # [BLOCK_H, BLOCK_D]
-        best = new_best  # [BLOCK_H]
+    if MAX_SPLITS * TILE_SIZE <= 8192:
+        acc, best, total = _add_splits(
+            acc,
+            best,
+            total,
+            partial_out_ptr,
+            partial_lse_ptr,
+            0,
+            num_splits,
+            GROUP_HEADS,
+            HEAD_DIM,
+            triton.next_power_of_2(MAX_SPLITS),
+        )
+    else:
+        BLOCK_SPLITS: tl.constexpr = 2048 // TILE_SIZE if TILE_SIZE < 2048 else 1
+        for first in tl.range(0, num_splits, BLOCK_SPLITS, num_stages=4):
+            acc, best, total = _add_splits(
+                acc,
+                best,
+                total,
+                partial_out_ptr,
+                partial_lse_ptr,
+                first,
+                num_splits,
+                GROUP_HEADS,
+                HEAD_DIM,
+                BLOCK_SPLITS,
+            )
     acc = acc / total[:, None]  # [BLOCK_H, BLOCK_D]
+    heads = tl.arange(0, BLOCK_H)
+    dims = tl.arange(0, BLOCK_D)
+    mask = (heads < GROUP_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_H, BLOCK_D]
     offsets = heads[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_H, BLOCK_D]
     tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -160,6 +207,7 @@ def attention_decode_cap(
     MIN_CHUNK_TOKENS: tl.constexpr,
     PREFETCH_TOKENS: tl.constexpr,
     USE_PDL: tl.constexpr,
+    TRIGGER_LATE: tl.constexpr,
 ):
     # Grid: axis 0 = KV head, axis 1 = sequence, axis 2 = split of the sequence's tokens.
     kv_head = tl.program_id(0)
@@ -171,7 +219,7 @@ def attention_decode_cap(
     BLOCK_D: tl.constexpr = 16 if HEAD_DIM < 16 else triton.next_power_of_2(HEAD_DIM)
     # Scores are kept in units of log2: each exponential is then one exp2 of one multiply-add.
     SCALE_LOG2: tl.constexpr = SCALE * 1.4426950408889634
-    if USE_PDL:
+    if USE_PDL and not TRIGGER_LATE:
         tl.extra.cuda.gdc_launch_dependents()
 
     # Rows, lengths and pages are older than the kernel before this one and can be read before the
@@ -244,6 +292,9 @@ def attention_decode_cap(
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None])  # [BLOCK_H, BLOCK_D]
         best = new_best  # [BLOCK_H]
 
+    if USE_PDL and TRIGGER_LATE:
+        # The dependents' weights would have come in the way of this kernel's keys and values.
+        tl.extra.cuda.gdc_launch_dependents()
     # A padding sequence read nothing: its zeros are divided by one.
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # [BLOCK_H, BLOCK_D]
     if num_splits == 1:
@@ -269,6 +320,7 @@ def attention_decode_cap(
                 GROUP_HEADS,
                 HEAD_DIM,
                 BLOCK_D,
+                MAX_SPLITS,
             )
             tl.store(counters_ptr + group, 0)
 
