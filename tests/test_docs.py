@@ -58,3 +58,13 @@ def test_the_index_leads_to_every_page() -> None:
     index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert pages - {"index.md"} <= set(links(index))
+
+
+def test_the_options_of_the_migration_page_are_there() -> None:
+    page = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
+    section = page.split("## Options")[1].split("## Tool parsers")[0]
+    commands = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("| ")][1:]
+    named = {option for row in rows for option in re.findall(r"`(--[a-z-]+)`", row[4])}
+    assert len(named) > 20
+    assert {option for option in named if f"`{option}`" not in commands} == set()
