@@ -18,6 +18,7 @@ from treadle.runtime.request import (
     MAX_STOP_STRINGS,
     MAX_TEMPERATURE,
     SamplingParams,
+    Structure,
     show_value,
 )
 from treadle.server.conversation import (
@@ -49,6 +50,7 @@ from treadle.server.fields import (
     whole,
 )
 from treadle.server.schema import WITHOUT_EFFECT_OF, Request
+from treadle.server.structure_fields import FLAT_FORMAT
 from treadle.server.turns import Turn
 
 _TEXT = string()
@@ -280,10 +282,13 @@ class Thinking:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
-    """Say how much the model is to think."""
+    """Say how much the model is to think, and what form the answer has."""
 
     effort: str | None = declare(
         one_of(*REASONING_EFFORTS), None, doc="For templates that have a switch for it."
+    )
+    format: tuple[Structure | None, dict[str, Any]] | None = declare(
+        FLAT_FORMAT, None, doc="What fits a JSON Schema: `type` json_schema, and `schema`."
     )
 
 
@@ -311,7 +316,7 @@ class CountTokensRequest(Request):
         doc="Sets `enable_thinking` of a template that has it. `budget_tokens` has no effect.",
     )
     output_config: OutputConfig | None = declare(  # noqa: RUF009, as every field here
-        object_of(OutputConfig, {"format": only()}), None, doc="`effort`."
+        object_of(OutputConfig), None, doc="`effort`, `format`."
     )
     chat_template_kwargs: dict[str, Any] | None = declare(  # noqa: RUF009, as every field here
         json_object(("messages", "tools", "add_generation_prompt")),
@@ -373,6 +378,7 @@ class MessagesRequest(CountTokensRequest):
 
     def sampling(self) -> SamplingParams:
         """Give the engine's parameters."""
+        config = self.output_config
         is_greedy = self.top_p == 0
         return SamplingParams(
             max_tokens=self.max_tokens,
@@ -382,6 +388,7 @@ class MessagesRequest(CountTokensRequest):
             min_p=self.min_p,
             seed=self.seed,
             stop=self.stop_sequences,
+            structure=None if config is None or config.format is None else config.format[0],
         )
 
 

@@ -18,6 +18,7 @@ from treadle.runtime.request import (
     MAX_STOP_STRINGS,
     MAX_TEMPERATURE,
     SamplingParams,
+    Structure,
     show_value,
 )
 from treadle.server.conversation import (
@@ -53,6 +54,7 @@ from treadle.server.fields import (
     whole,
 )
 from treadle.server.schema import WITHOUT_EFFECT_OF, Request
+from treadle.server.structure_fields import FLAT_FORMAT
 from treadle.server.turns import Turn
 
 _TEXT = string()
@@ -268,7 +270,9 @@ class ReasoningOptions:
 class TextOptions:
     """Say what form the text has."""
 
-    format: None = declare(only({"type": "text"}), None, doc="Plain text.")
+    format: tuple[Structure | None, dict[str, Any]] | None = declare(
+        FLAT_FORMAT, None, doc="Plain text, any JSON object, or what fits a JSON Schema."
+    )
     verbosity: None = declare(only("medium"), None, doc="Not supported yet.")
 
 
@@ -338,6 +342,13 @@ class ResponsesRequest(Request):
         """Compare the fields with each other. Raises: RequestError."""
         check_tool_choice(self.tool_choice or AUTO, self.tools)
 
+    @property
+    def format(self) -> tuple[Structure | None, dict[str, Any]]:
+        """The answer's form: what holds it to that, and as the client wrote it."""
+        if self.text is None or self.text.format is None:
+            return None, {"type": "text"}
+        return self.text.format
+
     def turn(self, before: Sequence[dict[str, Any]]) -> Turn:
         """Give the turn that is asked for; `before` are the messages it goes on from."""
         lead = [] if not self.instructions else [{"role": "system", "content": self.instructions}]
@@ -352,6 +363,7 @@ class ResponsesRequest(Request):
                 min_p=self.min_p,
                 seed=self.seed,
                 stop=self.stop,
+                structure=self.format[0],
             ),
             tools=self.tools,
             tool_choice=self.tool_choice or AUTO,
@@ -383,7 +395,7 @@ class ResponsesRequest(Request):
             },
             "store": self.store,
             "temperature": self.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": self.format[1]},
             "tool_choice": named if choice.mode == "named" else choice.mode,
             "tools": tools,
             "top_p": self.top_p,

@@ -117,3 +117,33 @@ STRUCTURED_OUTPUTS = Check(
     _read_structured_outputs,
     {"type": "object", "properties": {name: {} for name in _FORMS}, "maxProperties": 1},
 )
+
+
+def _read_flat_format(value: object, path: str) -> tuple[Structure | None, dict[str, Any]]:
+    """Read a format whose schema stands beside its type; give it as it was sent too."""
+    wanted = _OBJECT.read(value, path)
+    kind = wanted.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        refuse(f"{path}.type", "one of text, json_object, json_schema", kind)
+    known = ("type", *_DESCRIPTION) if kind == "json_schema" else ("type",)
+    for name in wanted:
+        if name not in known:
+            refuse(f"{path}.{name}", f"absent where `type` is {kind}", wanted[name])
+    if kind == "text":
+        return None, wanted
+    if kind == "json_object":
+        return JSON_OBJECT, wanted
+    if wanted.get("schema") is None:
+        refuse(f"{path}.schema", "a JSON Schema", None, "missing_field")
+    return _read_schema(wanted["schema"], f"{path}.schema"), wanted
+
+
+FLAT_FORMAT = Check(
+    "an object whose `type` is text, json_object or json_schema (with `schema`)",
+    _read_flat_format,
+    {
+        "type": "object",
+        "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}},
+        "required": ["type"],
+    },
+)

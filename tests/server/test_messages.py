@@ -209,6 +209,15 @@ def test_50_a_conversation_goes_on_with_the_packages_own_blocks(
     )
 
 
+def test_a_schema_reaches_the_engine(server: LiveServer, says: Any) -> None:
+    says("{}")
+    schema = {"type": "object", "additionalProperties": False}
+    format_ = {"type": "json_schema", "schema": schema}
+    assert ask(server, output_config={"format": format_}).status == 200
+    _, params = server.engine.seen[-1]
+    assert (params.structure.kind, json.loads(params.structure.text)) == ("json_schema", schema)
+
+
 def test_tokens_are_counted_as_the_message_would_have_them(server: LiveServer, says: Any) -> None:
     says("ok")
     body = {"messages": [{"role": "user", "content": "hi"}], "system": "S", "tools": [TOOL]}
@@ -271,7 +280,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
         ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
         ({"thinking": {"type": "odd"}}, "thinking.type"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "odd"}}}, "output_config.format.type"),
         ({"mcp_servers": []}, "mcp_servers"),
         ({"model": "other"}, "other"),
     ],

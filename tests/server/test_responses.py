@@ -182,6 +182,16 @@ def test_20_instructions_and_a_developers_item_are_one_system_turn(
     assert prompt_of(server) == "(system)I.\n\nD.(user)hi\nhi"
 
 
+def test_a_schema_reaches_the_engine_and_is_told_again(server: LiveServer, says: Any) -> None:
+    says("{}")
+    schema = {"type": "object", "additionalProperties": False}
+    format_ = {"type": "json_schema", "name": "empty", "schema": schema, "strict": True}
+    response = ask(server, text={"format": format_}).json
+    assert response["text"] == {"format": format_}
+    _, params = server.engine.seen[-1]
+    assert (params.structure.kind, json.loads(params.structure.text)) == ("json_schema", schema)
+
+
 def test_a_stored_response_can_be_read_and_deleted(server: LiveServer, says: Any) -> None:
     says("ok")
     client = server.client()
@@ -222,7 +232,8 @@ def test_a_streamed_response_is_stored_too(server: LiveServer, says: Any) -> Non
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tools": [TOOL | {"strict": True}]}, "tools.0.strict"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "odd"}}}, "text.format.type"),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
