@@ -193,6 +193,14 @@ sampling_options = options(
 )
 
 
+quant_policy_option = click.option(
+    "--quant-policy",
+    type=int,
+    metavar="N",
+    help="The KV cache by LMDeploy's number: 0 auto, 4 int4, 8 int8, 16 fp8.",
+)
+
+
 @command("compile", "runtime.commands:run_compile")
 @click.argument("source", metavar="MODEL")
 @click.option(
@@ -227,6 +235,14 @@ sampling_options = options(
 @click.option(
     "--max-context-tokens", type=int, default=0, help="The window: prompt and answer together."
 )
+@click.option(
+    "--kv-dtype",
+    default="",
+    metavar="DTYPE,...",
+    help="How the KV cache may be stored: auto (as computed, the default), int8, int4, fp8. Of "
+    "several the first is the default; `serve --kv-dtype` picks another.",
+)
+@quant_policy_option
 @click.option(
     "--dump",
     type=click.Path(path_type=Path),
@@ -309,6 +325,7 @@ def compile_command() -> None:
     type=click.Choice(list(DTYPES)),
     help="What to compute in. Default: the checkpoint's dtype.",
 )
+@click.option("--kv-dtype", default="", help="How the KV cache is stored: auto, int8, int4 or fp8.")
 @click.option("--page-size", type=int, default=0, help="Tokens per page of the KV cache.")
 @click.option(
     "--max-context-tokens", type=int, default=0, help="The window: prompt and answer together."
@@ -422,6 +439,14 @@ def report_command() -> None:
     help="Memory for the KV cache, such as 4GiB. Default: what is left, up to what can be used.",
 )
 @click.option("--num-pages", type=int, default=0, help="The same in pages, exactly.")
+@click.option(
+    "--kv-dtype",
+    default="",
+    metavar="DTYPE",
+    help="How the KV cache is stored: auto, int8, int4 or fp8, of those the artifact was compiled "
+    "for. Default: the first of them.",
+)
+@quant_policy_option
 @click.option(
     "--prefix-cache/--no-prefix-cache",
     default=True,

@@ -134,6 +134,7 @@ def build_engine(
     window: int,
     target: str = "cuda",
     dtype: str = "bf16",
+    kv_format: str = "",
     page_size: int = 64,
     max_step_tokens: int = 8192,
     num_pages: int = 0,
@@ -148,7 +149,9 @@ def build_engine(
     and bucket of one program: no other is made, and on a GPU its kernels are compiled in parallel
     first.
     """
-    engine = EngineConfig(target, dtype, page_size, max_rows, max_step_tokens, window)
+    engine = EngineConfig(
+        target, dtype, page_size, max_rows, max_step_tokens, window, kv_format=kv_format
+    )
     graphs = build_graphs(name, engine, num_layers).fused
     found = machine.look()
     chosen = shipped_table(found.gpu) if table is None else table

@@ -98,17 +98,22 @@ class GraphBuilder:
 
     `step` is `decode` (one token per sequence, inputs prepared on the device from the rows' state)
     or `mixed` (any tokens, prepared by the host). The spec is the same for both. `dtype` is the
-    compute dtype; `page_size` the slots of a KV page, in tokens.
+    compute dtype; `page_size` the slots of a KV page, in tokens; `kv_format` one of `KV_FORMATS`,
+    or empty where keys and values are stored as they are computed.
 
     Raises: SpecError, ShapeError: at the author's line.
     """
 
-    def __init__(self, name: str, *, step: str, dtype: str, page_size: int) -> None:
+    def __init__(
+        self, name: str, *, step: str, dtype: str, page_size: int, kv_format: str = ""
+    ) -> None:
         if step not in STEP_KINDS:
             raise SpecError(f"A step is {' or '.join(STEP_KINDS)}, not `{step}`.")
         self.name = f"{name}.{step}"
+        self.step = step
         self.dtype = dtype
         self.page_size = page_size
+        self.kv_format = kv_format
         self._inputs: dict[str, Value] = {}
         self._weights: dict[str, Weight] = {}
         self._values: dict[str, Value] = {}
@@ -340,10 +345,12 @@ class GraphBuilder:
         name: str = "",
     ) -> Value:
         """Append k and v to the layer's `cache` and attend to everything in it, or to a window."""
+        shape = (d.P, num_kv_heads, self.page_size, head_dim)
         pages = self._inputs.get(cache) or self._input(
-            cache,
-            TensorType((d.P, num_kv_heads, self.page_size, head_dim), self.dtype, "kv"),
+            cache, TensorType(shape, self.kv_format or self.dtype, "kv")
         )
+        # A prompt attends to its own step's keys and values as they were computed.
+        own = (k, v) if self.kv_format and self.step == "mixed" else ()
         step, table = self._step, self._state["block_table"]
         self.apply(
             "kv_write", k, v, step["positions"], step["token_seq"], self.seq_rows, table, pages
@@ -356,6 +363,7 @@ class GraphBuilder:
             self.seq_rows,
             step["query_start"],
             step["context_lens"],
+            *own,
             name=name,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,

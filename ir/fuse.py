@@ -185,7 +185,9 @@ def fuse_rope_kv_write(graph: Graph) -> Result:
         readers += [op for norm in norms for op in graph.uses.get(norm.outputs[0], ())]
         ropes = [op for op in readers if op.kind == "rope"]
         members = [split, *norms, *ropes, write]
-        strangers = [op.name for op in readers if op not in members]
+        # Attention may read k and v beside the pages: the kernel stores them on its way.
+        own = [op for op in readers if op.kind == "attention" and write.inputs[1] in op.inputs]
+        strangers = [op.name for op in readers if op not in (*members, *own)]
         reason = obstacle(graph, members)
         if strangers:
             reason = f"parts of the split are read by {', '.join(strangers)} too"
@@ -228,6 +230,8 @@ def fuse_rope_attention(graph: Graph) -> Result:
             reason = "it has a window or a soft cap, which the kernel of both does not know"
         elif graph.single_use(q) is not attention:
             reason = "its q is read elsewhere too"
+        elif graph.type_of(cache).kv_format:
+            reason = "no one kernel appends to a quantised cache and attends to it"
         if reason:
             refusals.append(Refusal(rule, attention.name, reason))
         else:

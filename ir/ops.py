@@ -12,7 +12,7 @@ from typing import Any
 
 from treadle.ir import dims as d
 from treadle.ir.errors import ShapeError, SpecError
-from treadle.ir.types import DTYPE_BYTES, FLOATS, TensorType
+from treadle.ir.types import FLOATS, TensorType
 
 Types = tuple[TensorType, ...]
 Dims = Mapping[str, int]
@@ -519,7 +519,12 @@ def _expect_step(kind: str, **operands: TensorType) -> None:
 
 
 def _kv_write_bytes(_params: Any, inputs: Types, _outputs: Types, dims: Dims) -> int:
-    return 2 * (inputs[0].num_bytes(dims) + inputs[1].num_bytes(dims))
+    appended = _cached_token_bytes(inputs[-1]) * dims["T"]
+    return inputs[0].num_bytes(dims) + inputs[1].num_bytes(dims) + appended
+
+
+def _cached_token_bytes(cache: TensorType) -> int:
+    return cache.num_bytes({"P": 1}) // cache.size(2)
 
 
 @_define(
@@ -545,6 +550,7 @@ def _kv_write(
 
     Shapes: k, v [T, G*D]; cache kv[P, G, S, D]. Position p of row r lies in page
     block_table[r, p // S], slot p % S. Tokens of a padding sequence (row -1) write nothing.
+    Numerics: a quantised cache (docs/kv-cache.md) takes codes and a scale per token and head.
     """
     _expect_step(
         "kv_write",
@@ -566,15 +572,14 @@ def _attention_flops(params: AttentionParams, _inputs: Types, _outputs: Types, d
 
 def _attention_bytes(params: AttentionParams, inputs: Types, outputs: Types, dims: Dims) -> int:
     seen = min(dims["C"], params.window) if params.window else dims["C"]
-    cached = 2 * dims["B"] * seen * params.num_kv_heads * params.head_dim
     query = inputs[0].num_bytes(dims) + outputs[0].num_bytes(dims)
-    return query + cached * DTYPE_BYTES[inputs[1].dtype]
+    return query + _cached_token_bytes(inputs[1]) * dims["B"] * seen
 
 
 @_define(
     "attention",
     AttentionParams,
-    "q cache block_table seq_rows query_start context_lens",
+    "q cache block_table seq_rows query_start context_lens k? v?",
     "y",
     "anchor",
     flops=_attention_flops,
@@ -588,13 +593,15 @@ def _attention(
     seq_rows: TensorType,
     query_start: TensorType,
     context_lens: TensorType,
+    k: TensorType | None = None,
+    v: TensorType | None = None,
 ) -> Types:
     """Attend causally from each token to the tokens of its row, through the pages.
 
     Formula: y = softmax(scale * q @ K.T + causal mask) @ V per head; query heads share H/G KV
     heads; with a window the mask hides older tokens too, with a soft cap scores are bent first
-    Shapes: q [T, H*D]; cache kv[P, G, S, D]; y [T, H*D]. A step's own tokens are already in the
-    cache.
+    Shapes: q [T, H*D]; cache kv[P, G, S, D]; k, v [T, G*D]; y [T, H*D]. A step's own tokens are
+    already in the cache; with k and v they are read from there, as they were before quantisation.
     Cost: counted for B sequences of context C, or of the window where that is shorter.
     """
     _expect_step(
@@ -606,6 +613,16 @@ def _attention(
     )
     width = params.num_heads * params.head_dim
     _expect(q.shape[-1] == width, "attention", f"q of width {width}", q)
+    if cache.kv_format and (params.window or params.soft_cap):
+        raise SpecError(
+            f"No kernel attends to a {cache.kv_format} cache with a window or a soft cap.",
+            remedy="Leave --kv-dtype out for this model.",
+        )
+    if k is not None or v is not None:
+        own_width = params.num_kv_heads * params.head_dim
+        both = [own for own in (k, v) if own is not None]
+        fits = k == v and both[0] == q.with_shape(q.shape[0], own_width)
+        _expect(fits, "attention", f"k and v, both, of width {own_width}", *both)
     _expect(
         cache.layout == "kv"
         and (cache.shape[1], cache.shape[3]) == (params.num_kv_heads, params.head_dim),

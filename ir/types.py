@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from treadle.ir.dims import Dim, bind, parse_dim
 from treadle.ir.errors import ShapeError
+from treadle.ir.kv_cache import HEAD_DIM_MULTIPLE, KV_FORMATS
 
 DTYPE_BYTES: dict[str, int] = {
     "f32": 4,
@@ -33,7 +34,9 @@ _PATTERN = re.compile(r"^(?:(kv)\.)?(\w+)\[([^\]]*)\]$")
 class TensorType:
     """Describe a tensor: prints as `bf16[T, 4096]`, a layer's cache as `kv.bf16[P, 8, 64, 128]`.
 
-    Raises: ShapeError: an unknown dtype or layout, or a dim that is not positive.
+    The dtype of a quantised cache is one of `KV_FORMATS`: `kv.int8[P, 8, 64, 128]`.
+    Raises: ShapeError: an unknown dtype or layout, a dim that is not positive, or a head that a
+    quantised cache can't hold.
     """
 
     shape: tuple[Dim, ...]
@@ -41,13 +44,18 @@ class TensorType:
     layout: str = ""
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise ShapeError(f"Unknown dtype `{self.dtype}`; known are {', '.join(DTYPE_BYTES)}.")
         if self.layout not in LAYOUTS:
             raise ShapeError(f"Unknown layout `{self.layout}`; known are {', '.join(LAYOUTS)}.")
+        if self.dtype not in DTYPE_BYTES and not (self.layout and self.dtype in KV_FORMATS):
+            raise ShapeError(f"Unknown dtype `{self.dtype}`; known are {', '.join(DTYPE_BYTES)}.")
         for dim in self.shape:
             if isinstance(dim, int) and dim < 1:
                 raise ShapeError(f"A dim must be at least 1, found {dim} in {self.shape}.")
+        if self.kv_format and self.size(3) % HEAD_DIM_MULTIPLE:
+            raise ShapeError(
+                f"A {self.dtype} cache holds heads of whole {HEAD_DIM_MULTIPLE} elements; found "
+                f"{self.size(3)}."
+            )
 
     def __str__(self) -> str:
         prefix = f"{self.layout}." if self.layout else ""
@@ -67,10 +75,27 @@ class TensorType:
         """Give the shape in a step with these `dims`."""
         return tuple(bind(dim, dims) for dim in self.shape)
 
+    @property
+    def kv_format(self) -> str:
+        """The format of a quantised cache, one of `KV_FORMATS`; empty for every other tensor."""
+        return self.dtype if self.dtype in KV_FORMATS else ""
+
+    def stored_shape(self, dims: Mapping[str, int]) -> tuple[int, ...]:
+        """Give the shape of the tensor in memory, for a cache of K's or V's: bytes if quantised."""
+        if not self.kv_format:
+            return self.bound_shape(dims)
+        pages, heads, page_size, head_dim = self.bound_shape(dims)
+        return pages, heads, KV_FORMATS[self.dtype].block_bytes(page_size, head_dim)
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype of the tensor in memory."""
+        return "u8" if self.kv_format else self.dtype
+
     def num_bytes(self, dims: Mapping[str, int]) -> int:
         """Give the size in bytes in a step with these `dims` (K and V together for a cache)."""
         planes = 2 if self.layout == "kv" else 1
-        return planes * math.prod(self.bound_shape(dims)) * DTYPE_BYTES[self.dtype]
+        return planes * math.prod(self.stored_shape(dims)) * DTYPE_BYTES[self.stored_dtype]
 
     def with_shape(self, *shape: Dim) -> TensorType:
         """Give the same dtype with another shape."""

@@ -22,7 +22,9 @@ from treadle.kernels.schedule import (
     INTERPRETER,
     Schedule,
     Sizes,
+    attention_decode_quantised_schedules,
     attention_decode_schedules,
+    attention_prefill_quantised_schedules,
     attention_prefill_schedules,
     attention_prefill_tma_schedules,
     embed_schedules,
@@ -144,6 +146,8 @@ def lower(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
 _EARLY_READERS: dict[str, frozenset[str]] = {
     "rope_kv_write": frozenset(TILES),
     "attention_decode": frozenset({"rope_kv_write"}),
+    "rope_kv_write_quantised": frozenset(TILES),
+    "attention_decode_quantised": frozenset({"rope_kv_write_quantised"}),
     "rope_attention_decode": frozenset(TILES),
 }
 
@@ -278,14 +282,16 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
     if op.body:
         yield from _lower_rope_attention(op, graph, where)
         return
-    q, cache, block_table, seq_rows, query_start, context_lens = op.inputs
-    params = op.params
+    q, cache, block_table, seq_rows, query_start, context_lens, *own = op.inputs
+    params, page_size = op.params, graph.type_of(cache).size(2)
+    kv_format = graph.type_of(cache).kv_format
     shape: dict[str, Fact] = {
         "NUM_HEADS": params.num_heads,
         "NUM_KV_HEADS": params.num_kv_heads,
         "HEAD_DIM": params.head_dim,
-        "PAGE_SIZE": graph.type_of(cache).size(2),
+        "PAGE_SIZE": page_size,
         "SCALE": params.scale,
+        **_format_fact(kv_format),
     }
     shared = {
         **_values(
@@ -305,6 +311,20 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
     hooks = _limit_hooks(params, where.step)
     if where.step != "decode":
         arguments = {**shared, "query_start": f"value:{query_start}", "num_tokens": "size:T"}
+        if kv_format:
+            if not own:
+                raise LoweringError(
+                    f"`{op.name}`: a step of prompts with a {kv_format} cache attends to the keys "
+                    "and values of its own tokens as they were computed; found none.",
+                    remedy="Give attention the step's k and v.",
+                )
+            arguments |= _values(("k", "v"), own)
+            name = "attention_prefill_quantised"
+            for schedule in attention_prefill_quantised_schedules(
+                page_size, kv_format, where.dims, where.machine
+            ):
+                yield Candidate("attention_prefill", name, shape, schedule, arguments)
+            return
         prefill = Candidate(
             f"attention_prefill{limits}", "attention_prefill", shape, {}, arguments, hooks=hooks
         )
@@ -314,17 +334,22 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
             schedules = iter(sorted(schedules, key=lambda each: int(each["BLOCK_TOKENS"])))
         for schedule in schedules:
             yield replace(prefill, schedule=schedule)
-        page_size = graph.type_of(cache).size(2)
         for schedule in attention_prefill_tma_schedules(
             params.head_dim, page_size, where.dims, where.machine
         ):
             yield replace(prefill, template="attention_prefill_tma", schedule=schedule)
         return
+    template = "attention_decode"
     schedules = attention_decode_schedules(params.num_kv_heads, where.dims, where.machine)
+    if kv_format:
+        template = "attention_decode_quantised"
+        schedules = attention_decode_quantised_schedules(
+            params.num_kv_heads, page_size, kv_format, where.dims, where.machine
+        )
     for candidate in _split_attention(
-        f"attention_decode{limits}", "attention_decode", shape, shared, where, schedules
+        f"attention_decode{limits}", template, shape, shared, where, schedules
     ):
-        yield replace(candidate, hooks=hooks)
+        yield replace(candidate, hooks={} if kv_format else hooks)
 
 
 def _limit_hooks(params: ops.AttentionParams, step: str) -> dict[str, tuple[str, ...]]:
@@ -353,6 +378,11 @@ def _limit_hooks(params: ops.AttentionParams, step: str) -> dict[str, tuple[str,
             "scores = tl.where(seen, scores, -1.0e30)",
         )
     return {"FIRST_PAGE": pages, "SCORES": scores}
+
+
+def _format_fact(kv_format: str) -> dict[str, Fact]:
+    """Give the fact that kernels of a quantised cache have and others don't."""
+    return {"KV_FORMAT": kv_format} if kv_format else {}
 
 
 def _split_attention(
@@ -436,6 +466,8 @@ class _Append:
 
     projection: str
     q: str
+    k: str
+    v: str
     positions: str
     table: str
     token_seq: str
@@ -453,6 +485,7 @@ class _Append:
             "HEAD_DIM": self.head_dim,
             "ROTARY_DIM": graph.type_of(self.table).size(1),
             "PAGE_SIZE": graph.type_of(self.cache).size(2),
+            **_format_fact(graph.type_of(self.cache).kv_format),
         }
 
 
@@ -492,6 +525,8 @@ def _read_append(name: str, body: Sequence[Op]) -> _Append:
     return _Append(
         split.inputs[0],
         rope_q.outputs[0],
+        rope_k.outputs[0],
+        parts[2],
         positions,
         table,
         token_seq,
@@ -522,9 +557,15 @@ def _lower_kv_write(op: Op, graph: Graph, where: Situation) -> Iterator[Candidat
         **_cache(roped.cache),
         "num_tokens": "size:T",
     }
-    shape = roped.shape(graph)
+    shape, template = roped.shape(graph), "rope_kv_write"
+    if graph.type_of(roped.cache).kv_format:
+        template = "rope_kv_write_quantised"
+        has_own = roped.k in op.outputs
+        shape = {**shape, "STORE_OWN": has_own}
+        own = _values(("k", "v"), (roped.k, roped.v)) if has_own else {"k": "none:", "v": "none:"}
+        arguments |= own
     for schedule in rope_kv_write_schedules(sum(roped.sizes) // roped.head_dim, where.machine):
-        yield Candidate("rope_kv_write", "rope_kv_write", shape, schedule, arguments)
+        yield Candidate("rope_kv_write", template, shape, schedule, arguments)
 
 
 def _lower_append(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:

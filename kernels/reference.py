@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from treadle.ir import errors
 from treadle.ir.ops import ADJUST_ALLOWED, ADJUST_BIASES, ADJUST_COUNTS, WORD_BITS
+from treadle.kernels.kv_pages import Plane
 
 # What `sample` gives a sequence that wants no token in this step.
 NO_TOKEN = -1
@@ -400,8 +401,8 @@ def _head_slots(
     return first[:, None] + heads[:, None]  # [B', G, C]
 
 
-def _check_plan(plan: StepPlan, cache: torch.Tensor) -> None:
-    expected, found = (plan.num_kv_heads, plan.page_size), tuple(cache.shape[1:3])
+def _check_plan(plan: StepPlan, num_kv_heads: int, page_size: int) -> None:
+    expected, found = (plan.num_kv_heads, plan.page_size), (num_kv_heads, page_size)
     assert expected == found, f"plan for (G, S) = {expected} used with a cache of {found}"
 
 
@@ -462,24 +463,41 @@ def kv_write(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
+    kv_format: str = "",
     plan: StepPlan | None = None,
 ) -> None:
     """Store each token's key and value in the page that its row owns for that position; in place.
 
     Shapes: k, v [T, G * D], positions, token_seq i32[T], seq_rows i32[B], block_table i32[R, M],
-      k_cache, v_cache [P, G, S, D]. Tokens of a padding sequence (row -1) write nothing. `plan`
-      saves time only.
+      k_cache, v_cache [P, G, S, D], or u8[P, G, block bytes] in a `kv_format` (see `kv_pages`).
+      Tokens of a padding sequence (row -1) write nothing. `plan` saves time only.
     """
-    _, num_kv_heads, page_size, _ = k_cache.shape
+    num_kv_heads = k_cache.shape[1]
+    planes = _planes(k_cache, v_cache, kv_format, k.shape[-1] // num_kv_heads)
+    page_size = planes[0].page_size if planes else k_cache.shape[2]
     if plan is None:
         slots, live_tokens = _plan_write(
             positions, token_seq, seq_rows, block_table, num_kv_heads, page_size
         )
     else:
-        _check_plan(plan, k_cache)
+        _check_plan(plan, num_kv_heads, page_size)
         slots, live_tokens = plan.write_slots, plan.live_tokens
+    for plane, new in zip(planes, (k, v), strict=False):
+        live = new if live_tokens is None else new.index_select(0, live_tokens)  # [N, G * D]
+        plane.write(slots, live.reshape(-1, plane.head_dim))
+    if planes:
+        return
     write_slots(k, k_cache, slots, live_tokens)
     write_slots(v, v_cache, slots, live_tokens)
+
+
+def _planes(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, kv_format: str, head_dim: int
+) -> tuple[Plane, ...]:
+    """Give keys and values of a quantised cache; none of one that isn't."""
+    if not kv_format:
+        return ()
+    return Plane(k_cache, kv_format, head_dim, False), Plane(v_cache, kv_format, head_dim, True)
 
 
 def write_slots(
@@ -504,6 +522,8 @@ def attention(
     seq_rows: torch.Tensor,
     query_start: torch.Tensor,
     context_lens: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -511,6 +531,7 @@ def attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    kv_format: str = "",
     plan: StepPlan | None = None,
 ) -> torch.Tensor:
     """Attend causally over the pages of each token's own sequence.
@@ -519,16 +540,20 @@ def attention(
       of a sequence stands at position context_len - 1. Query head h reads KV head h // (H / G).
       With a window W > 0 positions W and more before the token's own are left out; with a soft cap
       c > 0 a score s counts as c tanh(s / c).
-    Shapes: q [T, H * D], k_cache, v_cache [P, G, S, D], block_table i32[R, M], seq_rows i32[B],
-      query_start i32[B + 1], context_lens i32[B] -> [T, H * D] in the dtype of q. Tokens of a
-      padding sequence (row -1 or context 0), and those after query_start[B], give 0. `plan` saves
-      time only.
+    Shapes: q [T, H * D], k_cache, v_cache [P, G, S, D] or u8[P, G, block bytes] in a `kv_format`
+      (see `kv_pages`), block_table i32[R, M], seq_rows i32[B], query_start i32[B + 1], context_lens
+      i32[B], k, v [T, G * D] -> [T, H * D] in the dtype of q. Tokens of a padding sequence (row -1
+      or context 0), and those after query_start[B], give 0. With k and v the step's own tokens are
+      taken from there, not from the cache. `plan` saves time only.
     Numerics: sums and softmax in fp32, rounded once at the end; bf16 inputs also round the softmax
       weights before they multiply v, like the kernels.
     """
     if window or soft_cap:
+        assert not kv_format, "the op's type rule refuses a window over a quantised cache"
         step = (block_table, seq_rows, query_start, context_lens)
         return _attend_limited(q, k_cache, v_cache, *step, scale, window, soft_cap)
+    planes = _planes(k_cache, v_cache, kv_format, head_dim)
+    page_size = planes[0].page_size if planes else k_cache.shape[2]
     if plan is None:
         no_tokens = query_start[:0]  # [0]: nothing is written here
         plan = plan_step(
@@ -539,11 +564,21 @@ def attention(
             query_start,
             context_lens,
             num_kv_heads=num_kv_heads,
-            page_size=k_cache.shape[2],
+            page_size=page_size,
         )
-    _check_plan(plan, k_cache)
+    _check_plan(plan, num_kv_heads, page_size)
     dtype = q.dtype if q.dtype == k_cache.dtype == torch.bfloat16 else torch.float32
-    k_rows, v_rows = k_cache.view(-1, head_dim), v_cache.view(-1, head_dim)  # [P * G * S, D]
+
+    def rows_of(cache: int, slots: torch.Tensor) -> torch.Tensor:
+        """Give the keys (0) or values (1) in these slots, [N, D]."""
+        if planes:
+            return planes[cache].read(slots)
+        return (k_cache, v_cache)[cache].view(-1, head_dim).index_select(0, slots).to(dtype)
+
+    def heads_of(own: torch.Tensor, tokens: slice | torch.Tensor) -> torch.Tensor:
+        """Give these tokens of a step's own keys or values, [G, N, D]."""
+        return own[tokens].to(dtype).unflatten(-1, (num_kv_heads, head_dim)).transpose(0, 1)
+
     grouped = q.unflatten(-1, (num_kv_heads, num_heads // num_kv_heads, head_dim))  # [T, G, H/G, D]
     grouped = grouped.to(dtype)  # [T, G, H / G, D]
 
@@ -552,9 +587,14 @@ def attention(
     if plan.num_decode:
         if plan.decode_tokens is not None:
             chosen = plan.decode_tokens
-        k = k_rows.index_select(0, plan.decode_slots).to(dtype)  # [B' * G * C, D]
-        v = v_rows.index_select(0, plan.decode_slots).to(dtype)  # [B' * G * C, D]
-        attended = _attend_decode(grouped[chosen], k, v, plan.decode_mask, scale)
+        keys = rows_of(0, plan.decode_slots)  # [B' * G * C, D]
+        values = rows_of(1, plan.decode_slots)  # [B' * G * C, D]
+        for own, cached in ((k, keys), (v, values)):
+            if own is not None:  # the last of each context is the token itself
+                contexts = cached.view(plan.num_decode, num_kv_heads, -1, head_dim)
+                newest = heads_of(own, chosen).transpose(0, 1)  # [B', G, D]
+                contexts[_newest(plan.decode_mask, contexts)] = newest.flatten(0, 1)
+        attended = _attend_decode(grouped[chosen], keys, values, plan.decode_mask, scale)
         decoded = attended.reshape(plan.num_decode, -1).to(q.dtype)  # [B', H * D]
         if plan.num_decode == q.shape[0]:
             return decoded  # [T, H * D]: every token is the only one of its sequence, in order
@@ -563,8 +603,11 @@ def attention(
         out[chosen] = decoded
     for start, stop, context, slots in plan.prefill:
         count = stop - start
-        k = k_rows.index_select(0, slots).to(dtype).view(num_kv_heads, 1, context, head_dim)
-        v = v_rows.index_select(0, slots).to(dtype).view(num_kv_heads, 1, context, head_dim)
+        keys = rows_of(0, slots).view(num_kv_heads, 1, context, head_dim)
+        values = rows_of(1, slots).view(num_kv_heads, 1, context, head_dim)
+        for own, cached in ((k, keys), (v, values)):
+            if own is not None:
+                cached[:, 0, context - count :] = heads_of(own, slice(start, stop))
         query = grouped[start:stop].permute(1, 2, 0, 3)  # [G, H / G, T', D]
         group = (-1, query.shape[1], -1, -1)
         mask = None
@@ -573,8 +616,8 @@ def attention(
             mask = mask.tril(context - count)  # [T', C]
         attended = F.scaled_dot_product_attention(
             query,
-            k.expand(group),
-            v.expand(group),
+            keys.expand(group),
+            values.expand(group),
             attn_mask=mask,
             is_causal=count == context,
             scale=scale,
@@ -625,6 +668,20 @@ def _attend_limited(
         attended = weights.float() @ v.float()  # [G, H / G, T', D]
         out[start:stop] = attended.permute(2, 0, 1, 3).reshape(stop - start, -1).to(q.dtype)
     return out
+
+
+def _newest(
+    mask: torch.Tensor | None, contexts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Index the last token of each sequence and head in [B', G, C, D], in their order."""
+    num_seqs, num_kv_heads, longest, _ = contexts.shape
+    device = contexts.device
+    last = torch.full((num_seqs,), longest - 1, device=device)  # [B']
+    if mask is not None:
+        last = (mask[:, 0, 0] == 0).sum(-1) - 1  # [B']
+    seqs = torch.arange(num_seqs, device=device).repeat_interleave(num_kv_heads)  # [B' * G]
+    heads = torch.arange(num_kv_heads, device=device).repeat(num_seqs)  # [B' * G]
+    return seqs, heads, last[seqs]
 
 
 def _attend_decode(

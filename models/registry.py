@@ -88,9 +88,12 @@ def read_config(config: Mapping[str, object]) -> ModelConfig:
     return from_hf(config)
 
 
-def build_graph(config: ModelConfig, *, step: str, dtype: str, page_size: int) -> Graph:
-    """Build the authored graph of a `decode` or `mixed` step."""
+def build_graph(
+    config: ModelConfig, *, step: str, dtype: str, page_size: int, kv_format: str = ""
+) -> Graph:
+    """Build the authored graph of a `decode` or `mixed` step; see `GraphBuilder`."""
     family = find_family(config.architecture)
-    return family.build(
-        config, GraphBuilder(family.name, step=step, dtype=dtype, page_size=page_size)
+    builder = GraphBuilder(
+        family.name, step=step, dtype=dtype, page_size=page_size, kv_format=kv_format
     )
+    return family.build(config, builder)

@@ -4,6 +4,7 @@ manifest.json   what this is: versions, target, model source, engine settings, h
 graph/*.ir      the graphs, authored and fused, as text; the runtime parses the fused ones
 plan.json       which kernels each program launches, with which arguments and buffers
 kernels/*.py    the emitted Triton modules
+kv-*/           graphs and plan for each other dtype of the KV cache that it was compiled with
 tokenizer/      the tokenizer and chat template, as a Hugging Face folder
 binaries/       their compiled form (Triton's own cache layout)
 report.json     what each kernel uses of the GPU; target cuda only
@@ -20,13 +21,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from treadle.ir.errors import ArtifactError, ConfigError, MachineError
 from treadle.ir.files import write_whole
-from treadle.runtime.config import EngineConfig
+from treadle.runtime.config import KV_DTYPES, EngineConfig
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -35,7 +36,10 @@ TOKENIZER = "tokenizer"
 
 @dataclass(frozen=True)
 class Manifest:
-    """Say what an artifact is. `key` names all its content depends on; `files` their SHA-256."""
+    """Say what an artifact is. `key` names all its content depends on; `files` their SHA-256.
+
+    `kv_formats` are those it may be served with; `engine` has the first of them.
+    """
 
     key: str
     treadle: str
@@ -50,6 +54,7 @@ class Manifest:
     model_architecture: str
     model_fingerprint: str
     engine: EngineConfig
+    kv_formats: tuple[str, ...] = ("",)
     files: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT
 
@@ -61,6 +66,29 @@ class Artifact:
     path: Path
     manifest: Manifest
 
+    def engine(self, kv_dtype: str = "") -> EngineConfig:
+        """Give the settings with this dtype of the KV cache; empty for the first it was made for.
+
+        Raises: ArtifactError: it was compiled without it.
+        """
+        made, kv_formats = self.manifest.engine, self.manifest.kv_formats
+        kv_format = KV_DTYPES[kv_dtype] if kv_dtype else made.kv_format
+        if kv_format not in kv_formats:
+            known = ",".join(kv_format or "auto" for kv_format in kv_formats)
+            raise ArtifactError(
+                f"{self.path} was compiled for a KV cache of {known}, not {kv_dtype}.",
+                remedy=f"Compile it with --kv-dtype {known},{kv_dtype}: it then serves either.",
+            )
+        return replace(made, kv_format=kv_format)
+
+    def part(self, engine: EngineConfig, name: str) -> str:
+        """Name a file of the graphs and plans that an engine with these settings runs."""
+        return (
+            name
+            if engine.kv_format == self.manifest.engine.kv_format
+            else (f"{variant_folder(engine)}/{name}")
+        )
+
     def text(self, name: str) -> str:
         """Read one of its text files."""
         return (self.path / name).read_text()
@@ -68,6 +96,11 @@ class Artifact:
     def json(self, name: str) -> Any:
         """Read one of its JSON files."""
         return json.loads(self.text(name))
+
+
+def variant_folder(engine: EngineConfig) -> str:
+    """Name the folder of the graphs and plan for a dtype of the KV cache that is not the first."""
+    return f"kv-{engine.kv_dtype}"
 
 
 def hash_file(path: Path) -> str:
@@ -103,6 +136,7 @@ def read_manifest(path: Path) -> Manifest:
                 remedy="Compile the model again.",
             )
         data["engine"] = EngineConfig.from_json(data["engine"])
+        data["kv_formats"] = tuple(data["kv_formats"])
         return Manifest(**data)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
         raise ArtifactError(

@@ -46,7 +46,7 @@ def launch_arguments(
             found.append(str(TensorType((elements,), dtype)))
         else:
             type_ = graph.types[name]
-            found.append(str(TensorType(type_.bound_shape(dims), type_.dtype)))
+            found.append(str(TensorType(type_.stored_shape(dims), type_.stored_dtype)))
     return tuple(found)
 
 

@@ -24,6 +24,7 @@ from treadle.runtime import compiler
 from treadle.runtime.chat import Chat
 from treadle.runtime.checkpoint import open_checkpoint
 from treadle.runtime.compiler import Compilation, CompileOptions
+from treadle.runtime.config import read_kv_dtypes
 from treadle.runtime.console import print_json, print_table, program_name
 from treadle.runtime.engine import Engine, LoadedModel
 from treadle.runtime.loading import ServeOptions, load_model
@@ -45,6 +46,8 @@ def run_compile(
     max_rows: int,
     max_step_tokens: int,
     max_context_tokens: int,
+    kv_dtype: str,
+    quant_policy: int | None,
     dump: Path | None,
     autotune: str,
     pin: Path | None,
@@ -60,6 +63,7 @@ def run_compile(
         max_rows=max_rows,
         max_step_tokens=max_step_tokens,
         max_context_tokens=max_context_tokens,
+        kv_formats=read_kv_dtypes(kv_dtype, quant_policy),
         dump=dump,
         autotune=autotune,
         pin=pin,
@@ -88,6 +92,7 @@ def run_compile(
             ("model", f"{manifest.model_name} ({manifest.model_architecture}, {engine.dtype})"),
             ("target", f"{manifest.target} {manifest.architecture}".strip()),
             ("window", f"{engine.max_context_tokens} tokens"),
+            ("KV cache", ", ".join(name or engine.dtype for name in manifest.kv_formats)),
             ("batch", f"{engine.max_rows} requests, {engine.max_step_tokens} tokens a step"),
             ("next", f"{program_name()} generate {result.artifact.path} 'Hello'"),
         ]
@@ -258,7 +263,7 @@ def _tell_warning(model: LoadedModel) -> None:
         print(f"Warning: {warning}.", file=sys.stderr)
 
 
-def artifact_of(source: str, target: str, progress: str) -> Path:
+def artifact_of(source: str, target: str, progress: str, kv_dtype: str = "") -> Path:
     """Give the artifact's path; a model source is first compiled into the cache.
 
     Raises: ConfigError: an artifact of another target than the one asked for.
@@ -272,7 +277,7 @@ def artifact_of(source: str, target: str, progress: str) -> Path:
                 remedy=f"Leave --target out, or compile the model with --target {target}.",
             )
         return path
-    options = CompileOptions(target=target)
+    options = CompileOptions(target=target, kv_formats=read_kv_dtypes(kv_dtype))
     out = compiler.cached_artifact_path(source, options)
     with Progress(progress) as shown, shown.phases() as report:
         return compiler.compile_model(source, out, options, report).artifact.path

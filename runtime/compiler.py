@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -66,7 +66,9 @@ class CompileOptions:
 
     `target` auto, cuda, interpret or reference; `architecture` the GPU to compile for (`sm_90`),
     which need not be in this machine; `dtype` the compute dtype; sizes as in `EngineConfig`;
-    `autotune` off for the default schedules, else the tuned ones; `pin` a table that comes first.
+    `kv_formats` the formats of the KV cache that the artifact may be served with, the first by
+    default, none for the compute dtype alone; `autotune` off for the default schedules, else the
+    tuned ones; `pin` a table that comes first.
     """
 
     target: str = "auto"
@@ -76,6 +78,7 @@ class CompileOptions:
     max_rows: int = 0
     max_step_tokens: int = 0
     max_context_tokens: int = 0
+    kv_formats: tuple[str, ...] = ()
     dump: Path | None = None
     autotune: str = "cached"
     pin: Path | None = None
@@ -126,13 +129,20 @@ def engine_config(config: ModelConfig, options: CompileOptions) -> EngineConfig:
         max_rows=max_rows,
         max_step_tokens=options.max_step_tokens or max(8192 if on_gpu else 512, max_rows),
         max_context_tokens=window,
+        kv_format=options.kv_formats[0] if options.kv_formats else "",
     )
 
 
 def build(config: ModelConfig, engine: EngineConfig) -> Compilation:
     """Build and fuse the graphs of both kinds of step. Raises: SpecError."""
     authored = {
-        step: build_graph(config, step=step, dtype=engine.dtype, page_size=engine.page_size)
+        step: build_graph(
+            config,
+            step=step,
+            dtype=engine.dtype,
+            page_size=engine.page_size,
+            kv_format=engine.kv_format,
+        )
         for step in ("decode", "mixed")
     }
     family = find_family(config.architecture).name
@@ -174,32 +184,53 @@ def compile_model(
     if options.dump:
         write_dump(compilation, options.dump)
     with artifacts.writing(out) as folder:
-        (folder / "graph").mkdir()
-        for step, graph in compilation.authored.items():
-            (folder / "graph" / f"{step}.authored.ir").write_text(print_graph(graph))
-        for form, graph in compilation.fused.items():
-            (folder / "graph" / f"{form}.ir").write_text(print_graph(graph))
         table = table_for(manifest.gpu, manifest.architecture, options.autotune, options.pin)
         stale: list[str] = []
-        plan = planner.plan_programs(
-            compilation.fused,
-            engine,
-            report,
-            architecture=manifest.architecture,
-            choose=partial(table.choose, on_stale=stale.append),
-        )
+        choose = partial(table.choose, on_stale=stale.append)
+        plans = []
+        for kv_format in manifest.kv_formats:
+            variant = replace(engine, kv_format=kv_format)
+            part = folder
+            if kv_format != engine.kv_format:
+                report(f"building the graph for a KV cache of {variant.kv_dtype}")
+                compilation = build(config, variant)
+                part = folder / artifacts.variant_folder(variant)
+            plan = _write_programs(
+                compilation, part, folder / "kernels", report, manifest.architecture, choose
+            )
+            plans.append((plan, compilation))
         stale = list(dict.fromkeys(stale))  # every layer has told
         for note in stale:
             report(note)
-        plan.write(folder)
         report("converting the tokenizer")
         _copy_tokenizer(checkpoint, folder, report)
         if engine.target == "cuda":
-            kernels = _compile_kernels(plan, compilation, manifest.architecture, folder, report)
+            kernels = _compile_kernels(plans, manifest.architecture, folder, report)
             facts = {"kernels": kernels, "stale_schedules": stale}
             (folder / "report.json").write_text(json.dumps(facts, indent=1) + "\n")
         artifacts.finish_manifest(folder, manifest)
     return CompileResult(artifacts.open_artifact(out), was_current=False)
+
+
+def _write_programs(
+    compilation: Compilation,
+    folder: Path,
+    kernels: Path,
+    report: Report,
+    architecture: str,
+    choose: planner.Choose,
+) -> planner.Plan:
+    """Plan an engine's programs and write its graphs, its plan and the kernels."""
+    (folder / "graph").mkdir(parents=True)
+    for step, graph in compilation.authored.items():
+        (folder / "graph" / f"{step}.authored.ir").write_text(print_graph(graph))
+    for form, graph in compilation.fused.items():
+        (folder / "graph" / f"{form}.ir").write_text(print_graph(graph))
+    plan = planner.plan_programs(
+        compilation.fused, compilation.engine, report, architecture=architecture, choose=choose
+    )
+    plan.write(folder, kernels)
+    return plan
 
 
 def _copy_tokenizer(checkpoint: Checkpoint, folder: Path, report: Report) -> None:
@@ -217,14 +248,19 @@ def _copy_tokenizer(checkpoint: Checkpoint, folder: Path, report: Report) -> Non
 
 
 def _compile_kernels(
-    plan: planner.Plan,
-    compilation: Compilation,
+    plans: Sequence[tuple[planner.Plan, Compilation]],
     architecture: str,
     folder: Path,
     report: Report,
 ) -> list[dict[str, Any]]:
-    """Compile every kernel of the plan into the artifact, and tell what each uses."""
-    jobs = jobs_of(plan, compilation.fused, compilation.engine, folder / "kernels", architecture)
+    """Compile every kernel of the plans into the artifact, and tell what each uses."""
+    kernels = folder / "kernels"
+    found = {
+        job.path: job
+        for plan, built in plans
+        for job in jobs_of(plan, built.fused, built.engine, kernels, architecture)
+    }
+    jobs = list(found.values())
     resources = [
         {"module": Path(outcome.job.path).stem, **asdict(kernel)}
         for outcome in compile_binaries(jobs, folder / BINARIES, report)
@@ -272,6 +308,7 @@ def _manifest(
         model_architecture=config.architecture,
         model_fingerprint=checkpoint.fingerprint(),
         engine=engine,
+        kv_formats=options.kv_formats or (engine.kv_format,),
     )
     parts: dict[str, Any] = {
         name: str(getattr(manifest, name))

@@ -9,10 +9,15 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from treadle.ir.errors import ConfigError
+from treadle.ir.kv_cache import KV_FORMATS
 
 AUTOTUNE = ("off", "cached", "quick", "full")
 TARGETS = ("cuda", "interpret", "reference")
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+# How the command line names the formats of the KV cache; `auto` is the dtype that is computed in.
+KV_DTYPES = {"auto": "", **{name: name for name in KV_FORMATS}}
+# The same as LMDeploy's numbers.
+QUANT_POLICIES = {0: "auto", 4: "int4", 8: "int8", 16: "fp8"}
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,8 @@ class EngineConfig:
 
     Units: `page_size` slots (tokens) per KV page; `max_rows` requests that run at once;
     `max_step_tokens` tokens that one step may hold, which bounds a prefill chunk;
-    `max_context_tokens` is the window; `num_pages` of the pool, 0 to measure what fits.
+    `max_context_tokens` is the window; `num_pages` of the pool, 0 to measure what fits. `kv_format`
+    is one of `KV_FORMATS`, or empty where keys and values are stored as they are computed.
     Raises: ConfigError: a value out of range; names the option.
     """
 
@@ -32,12 +38,15 @@ class EngineConfig:
     max_step_tokens: int = 2048
     max_context_tokens: int = 4096
     num_pages: int = 0
+    kv_format: str = ""
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
             raise ConfigError(f"--target is one of {', '.join(TARGETS)}, not `{self.target}`.")
         if self.dtype not in DTYPES.values():
             raise ConfigError(f"--dtype is one of {', '.join(DTYPES)}, not `{self.dtype}`.")
+        if self.kv_format not in KV_DTYPES.values():
+            raise ConfigError(f"--kv-dtype is one of {', '.join(KV_DTYPES)}, not {self.kv_format}.")
         if self.page_size % 8 or not 8 <= self.page_size <= 1024:
             raise ConfigError(
                 f"--page-size is a multiple of 8 from 8 to 1024 tokens, not {self.page_size}."
@@ -58,6 +67,11 @@ class EngineConfig:
         """The width of the block table: pages of a request that fills the window."""
         return -(-self.max_context_tokens // self.page_size)
 
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype of the KV cache as the command line names it."""
+        return self.kv_format or "auto"
+
     def to_json(self) -> dict[str, Any]:
         """Give the fields as they stand in an artifact's manifest."""
         return asdict(self)
@@ -70,6 +84,28 @@ class EngineConfig:
             odd = ", ".join(sorted(known ^ set(data)))
             raise ConfigError(f"The artifact's engine settings don't fit this version: {odd}.")
         return cls(**data)
+
+
+def read_kv_dtypes(kv_dtypes: str, quant_policy: int | None = None) -> tuple[str, ...]:
+    """Read `--kv-dtype` (several with commas) or `--quant-policy` as formats; none where neither.
+
+    Raises: ConfigError: both are given, or a name or number is unknown.
+    """
+    if quant_policy is not None:
+        if kv_dtypes:
+            raise ConfigError(
+                "--kv-dtype and --quant-policy both say how the KV cache is stored.",
+                remedy="Leave one of them out.",
+            )
+        if quant_policy not in QUANT_POLICIES:
+            known = ", ".join(f"{number} ({name})" for number, name in QUANT_POLICIES.items())
+            raise ConfigError(f"--quant-policy is one of {known}, not {quant_policy}.")
+        kv_dtypes = QUANT_POLICIES[quant_policy]
+    names = [name.strip() for name in kv_dtypes.split(",") if name.strip()]
+    for name in names:
+        if name not in KV_DTYPES:
+            raise ConfigError(f"--kv-dtype is one of {', '.join(KV_DTYPES)}, not `{name}`.")
+    return tuple(dict.fromkeys(KV_DTYPES[name] for name in names))
 
 
 def decode_buckets(max_rows: int) -> tuple[int, ...]:

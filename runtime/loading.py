@@ -47,11 +47,13 @@ GPU_RESERVE_BYTES = 3 * 2**30  # for graphs, cuBLAS-free workspace and what torc
 class ServeOptions:
     """Say how to serve an artifact. `kv_bytes` or `num_pages` fix the pool; 0 means: what fits.
 
+    `kv_dtype` is the KV cache's, one that the artifact was compiled for; empty for its first.
     `model_path` replaces the path in the manifest, for artifacts that moved with their weights.
     """
 
     kv_bytes: int = 0
     num_pages: int = 0
+    kv_dtype: str = ""
     prefix_cache: bool = True
     max_waiting: int = 1024
     model_path: str = ""
@@ -91,6 +93,7 @@ class LoadedArtifact:
     """
 
     artifact: Artifact
+    engine: EngineConfig
     checkpoint: Checkpoint
     graphs: Mapping[str, Graph]
     plan: Plan
@@ -121,7 +124,7 @@ def load_artifact(
     """
     begin("checking the artifact")
     artifact = open_artifact(path)
-    config = artifact.manifest.engine
+    config = artifact.engine(options.kv_dtype)
     checkpoint = open_checkpoint(
         options.model_path or artifact.manifest.model_path,
         if_missing=""
@@ -133,10 +136,13 @@ def load_artifact(
     on_open(artifact, checkpoint)
     device = machine.device_of(config.target)
     begin("loading weights")
-    plan = read_plan(artifact.json(PLAN))
+    plan = read_plan(artifact.json(artifact.part(config, PLAN)))
     assert plan.resample is not None, "an artifact has the programs of all steps"
     forms = dict.fromkeys(program.form for program in plan.all_programs)
-    graphs = {form: parse_graph(artifact.text(f"graph/{form}.ir")) for form in forms}
+    graphs = {
+        form: parse_graph(artifact.text(artifact.part(config, f"graph/{form}.ir")))
+        for form in forms
+    }
     any_graph = next(iter(graphs.values()))
     warnings: list[str] = []
     weights = load_weights(
@@ -179,6 +185,7 @@ def load_artifact(
             )
     return LoadedArtifact(
         artifact,
+        config,
         checkpoint,
         graphs,
         plan,
@@ -206,7 +213,7 @@ def load_model(
         timer.begin("waiting for the tokenizer")
         tokenizer = tokenizers[0].result()
     manifest, state = loaded.artifact.manifest, loaded.state
-    config = manifest.engine
+    config = loaded.engine
     steps, resamples = _by_step(loaded.programs), _by_step(loaded.resamples)
     if config.target == "cuda":
         timer.begin("capturing CUDA graphs")
@@ -230,9 +237,7 @@ def load_model(
         "window": f"{config.max_context_tokens} tokens",
         "weights": f"{loaded.weight_bytes / 2**20:.0f} MiB",
         "workspace": f"{(loaded.workspace_bytes + state.num_bytes) / 2**20:.0f} MiB",
-        "KV cache": f"{state.cache_bytes / 2**20:.0f} MiB = {num_pages} pages of "
-        f"{config.page_size} tokens, {num_pages // config.pages_per_row} requests of the full "
-        "window",
+        "KV cache": _describe_cache(state, config),
         "largest batch": f"{config.max_rows} requests, {config.max_step_tokens} tokens a step",
         "start-up": timer.finish(),
     }
@@ -257,6 +262,17 @@ def _by_step(
     for (step, bucket), program in programs.items():
         found[step][bucket] = program
     return dict(found.items())
+
+
+def _describe_cache(state: DeviceState, config: EngineConfig) -> str:
+    """Say what the pages hold and cost: dtype, bytes per token, pages, full windows."""
+    num_pages = state.dims["P"]
+    token_bytes = state.cache_bytes / (num_pages * config.page_size)
+    return (
+        f"{config.kv_format or config.dtype}, {token_bytes / 2**10:.1f} KiB a token, "
+        f"{state.cache_bytes / 2**20:.0f} MiB = {num_pages} pages of {config.page_size} tokens, "
+        f"{num_pages // config.pages_per_row} requests of the full window"
+    )
 
 
 def _warm_up(loaded: LoadedArtifact) -> None:

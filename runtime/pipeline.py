@@ -23,7 +23,7 @@ from treadle.runtime import artifact as artifacts
 from treadle.runtime import compiler
 from treadle.runtime.commands import make_engine
 from treadle.runtime.compiler import CompileOptions
-from treadle.runtime.config import DTYPES
+from treadle.runtime.config import DTYPES, read_kv_dtypes
 from treadle.runtime.loading import ServeOptions
 from treadle.runtime.pipeline_config import EngineConfig, GenerationConfig, Response
 from treadle.runtime.progress import Progress
@@ -61,10 +61,12 @@ def pipeline(
             "`kv_memory_bytes` and `num_pages` both say how large the KV cache is.",
             remedy="Leave one of them out.",
         )
-    path = _artifact_for(model_path, config, progress)
+    kv_dtype = kv_dtype_of(config)
+    path = _artifact_for(model_path, config, kv_dtype, progress)
     options = ServeOptions(
         kv_bytes=config.kv_memory_bytes,
         num_pages=config.num_pages,
+        kv_dtype=kv_dtype,
         prefix_cache=config.prefix_cache,
         max_waiting=config.max_waiting,
         model_path=config.model_path,
@@ -77,7 +79,18 @@ def pipeline(
     )
 
 
-def _artifact_for(source: str | Path, config: EngineConfig, progress: str) -> Path:
+def kv_dtype_of(config: EngineConfig) -> str:
+    """Give how the KV cache is to be stored, empty where that is left open.
+
+    Raises: ConfigError: see `read_kv_dtypes`; or there are several.
+    """
+    formats = read_kv_dtypes(config.kv_dtype, config.quant_policy or None)
+    if len(formats) > 1:
+        raise ConfigError("`kv_dtype` is one dtype.", remedy="Name the one to serve with.")
+    return (formats[0] or "auto") if formats else ""
+
+
+def _artifact_for(source: str | Path, config: EngineConfig, kv_dtype: str, progress: str) -> Path:
     dtype = "" if config.dtype == "auto" else config.dtype
     if artifacts.is_artifact(Path(source)):
         _check_artifact(Path(source), config, dtype)
@@ -95,6 +108,7 @@ def _artifact_for(source: str | Path, config: EngineConfig, progress: str) -> Pa
         max_rows=config.max_rows,
         max_step_tokens=config.max_step_tokens,
         max_context_tokens=config.max_context_tokens,
+        kv_formats=read_kv_dtypes(kv_dtype),
     )
     out = compiler.cached_artifact_path(source, options)
     with Progress(progress) as shown, shown.phases() as report:

@@ -30,7 +30,6 @@ FIXED: dict[str, object] = {
     "tp": 1,
     "dp": 1,
     "ep": 1,
-    "quant_policy": 0,
     "adapters": None,
     "eager_mode": False,
     "model_format": None,
@@ -48,15 +47,19 @@ REMEDIES = {
 class EngineConfig:
     """Say how a pipeline compiles and serves its model. Empty, 0 or auto: decided for the machine.
 
-    `target`, `dtype`, `page_size` (tokens), `max_rows` (answers at once), `max_step_tokens` and
-    `max_context_tokens` (the window) shape what is compiled; an artifact has them already.
-    `kv_memory_bytes` or `num_pages` fix the KV cache, `max_waiting` the queue; `model_path` is
-    where an artifact's weights are now. LMDeploy's names are accepted too, see `ALIASES`.
+    `kv_dtype` is how the KV cache is stored (auto, int8, int4, fp8), `quant_policy` the same as
+    LMDeploy's number. `target`, `dtype`, `page_size` (tokens), `max_rows` (answers at once),
+    `max_step_tokens` and `max_context_tokens` (the window) shape what is compiled; an artifact has
+    them already. `kv_memory_bytes` or `num_pages` fix the KV cache, `max_waiting` the queue;
+    `model_path` is where an artifact's weights are now. LMDeploy's names are accepted too, see
+    `ALIASES`.
     Raises: ConfigError: an unknown name, one setting under two names, or a value not offered.
     """
 
     target: str = "auto"
     dtype: str = "auto"
+    kv_dtype: str = ""
+    quant_policy: int = 0
     page_size: int = 0
     max_rows: int = 0
     max_step_tokens: int = 0

@@ -76,8 +76,9 @@ class Plan:
         """The steps' programs, and the one that may follow them."""
         return (*self.programs, *([self.resample] if self.resample else []))
 
-    def write(self, folder: Path) -> None:
-        """Write plan and kernels into an artifact's folder."""
+    def write(self, folder: Path, kernels: Path | None = None) -> None:
+        """Write plan and kernels into an artifact's folder, or the kernels into their own."""
+        kernels = kernels or folder / "kernels"
         data = {
             "scratch": {name: list(size) for name, size in self.scratch.items()},
             "programs": [asdict(program) for program in self.programs],
@@ -85,9 +86,9 @@ class Plan:
         }
         (folder / PLAN).write_text(json.dumps(data, indent=1) + "\n")
         if self.modules:
-            (folder / "kernels").mkdir(exist_ok=True)
+            kernels.mkdir(exist_ok=True)
         for name, text in self.modules.items():
-            (folder / "kernels" / f"{name}.py").write_text(text)
+            (kernels / f"{name}.py").write_text(text)
 
 
 def read_plan(data: Mapping[str, Any]) -> Plan:

@@ -93,6 +93,8 @@ class QuickForms:
         types = [self._graph.type_of(name) for name in (*op.inputs, *op.outputs)]
         if any(type_.dtype in FLOATS and type_.dtype != "f32" for type_ in types):
             return None
+        if any(type_.kv_format for type_ in types):
+            return None
         kinds = tuple(inner.kind for inner in op.plain)
         leaving = "rope" if "rope" in kinds else kinds[-1]
         if op.outputs != next(inner.outputs for inner in op.plain if inner.kind == leaving):

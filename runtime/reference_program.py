@@ -40,6 +40,7 @@ class ReferenceProgram:
     ) -> None:
         self.values: Environment = {}
         self._follows = follows
+        self._graph = graph
         self._state = state
         self._weights = {f"@{name}": tensor for name, tensor in weights.items()}
         linears = packed.linears if packed else {}
@@ -94,7 +95,7 @@ class ReferenceProgram:
 
     def _bind_plain(self, op: Op) -> Step:
         """Make a closure that reads an op's operands from an environment and stores its results."""
-        function, options = reference_call(op)
+        function, options = reference_call(op, self._graph)
         accepted = inspect.signature(function).parameters
         constants = self._packed if op.kind == "linear" else {}
         caches: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -138,13 +139,16 @@ def _values_done(graph: Graph) -> list[list[str]]:
     return done
 
 
-def reference_call(op: Op) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Give the function that a plain op means, and the options that its parameters become."""
+def reference_call(op: Op, graph: Graph) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Give the function that a plain op means, and the options that parameters and types become."""
     function = getattr(reference, op.kind)
     accepted = inspect.signature(function).parameters
     options = {name: value for name, value in asdict(op.params).items() if name in accepted}
     if "out_dtype" in options:
         options["out_dtype"] = TORCH_DTYPES.get(options["out_dtype"])
+    if "kv_format" in accepted:
+        cache = op.inputs[lookup(op.kind).operands.index("cache")]
+        options["kv_format"] = graph.type_of(cache).kv_format
     return function, options
 
 

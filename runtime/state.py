@@ -28,7 +28,8 @@ PADDING_ROW = -1  # of the sequences that fill a bucket up
 class DeviceState:
     """Hold tensors by the names of graphs' inputs, as large as the largest step needs.
 
-    `caches` gives K and V of each layer, [P, G, S, D] each. `packed` i32 underlies the step's
+    `caches` gives K and V of each layer, [P, G, S, D] each, or u8[P, G, block bytes] where they are
+    quantised. `packed` i32 underlies the step's
     inputs, each at its offset in `packed_offsets`.
     """
 
@@ -56,7 +57,11 @@ class DeviceState:
         """Fill every page with random keys and values."""
         for both in self.caches.values():
             for cache in both:
-                cache.normal_()
+                if cache.dtype == torch.uint8:
+                    # Codes up to 63 and words of four such bytes are small numbers in every format.
+                    cache.random_(0, 64)
+                else:
+                    cache.normal_()
 
     def write_decode(self, num_seqs: int) -> None:
         """Let the first rows decode in the next step; the rest of its bucket is padding."""
@@ -136,7 +141,7 @@ def allocate_state(
         tensors[name] = torch.zeros(shape, dtype=dtype, device=device)
     pages = {}
     for value in caches:
-        shape, dtype = value.type.bound_shape(dims), TORCH_DTYPES[value.type.dtype]
+        shape, dtype = value.type.stored_shape(dims), TORCH_DTYPES[value.type.stored_dtype]
         both = torch.zeros((2, *shape), dtype=dtype, device=device)
         pages[value.name] = (both[0], both[1])
     return DeviceState(dims, tensors, pages, packed, offsets)

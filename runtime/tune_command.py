@@ -19,7 +19,12 @@ from treadle.models.registry import read_config
 from treadle.runtime import compiler, machine, tables
 from treadle.runtime.checkpoint import open_checkpoint
 from treadle.runtime.compiler import CompileOptions
-from treadle.runtime.config import EngineConfig, decode_buckets, mixed_buckets
+from treadle.runtime.config import (
+    EngineConfig,
+    decode_buckets,
+    mixed_buckets,
+    read_kv_dtypes,
+)
 from treadle.runtime.console import print_json, print_table, program_name
 from treadle.runtime.progress import Progress
 from treadle.runtime.roofs import gpu_state, measure_roofs
@@ -171,6 +176,7 @@ def run_tune(
     budget: float,
     again: bool,
     dtype: str | None,
+    kv_dtype: str,
     page_size: int,
     max_context_tokens: int,
     export_to: Path | None,
@@ -192,6 +198,7 @@ def run_tune(
         dtype=dtype or "",
         page_size=page_size,
         max_context_tokens=max_context_tokens,
+        kv_formats=read_kv_dtypes(kv_dtype)[:1],
     )
     deadline_s = time.monotonic() + (budget or BUDGET_S[autotune])
     with Progress(progress) as shown, shown.phases() as report:

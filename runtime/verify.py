@@ -18,7 +18,9 @@ from treadle.ir import ops
 from treadle.ir.errors import CheckpointError
 from treadle.ir.graph import Graph, Op
 from treadle.ir.ops import ADJUST_ALLOWED, ADJUST_BIASES, ADJUST_COUNTS
+from treadle.ir.types import TensorType
 from treadle.kernels.dtypes import TORCH_DTYPES
+from treadle.kernels.kv_pages import Plane
 from treadle.runtime.checkpoint import Checkpoint
 from treadle.runtime.loading import LoadedArtifact
 from treadle.runtime.reference_program import ReferenceProgram, reference_call
@@ -27,6 +29,8 @@ from treadle.runtime.triton_program import TritonProgram
 
 # Relative error of a result's norm that its compute dtype explains: a few rounding steps.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 1e-2}
+# Of what a quantised cache has a part in: weights times scales are f16, a code may be off by one.
+QUANTISED_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,17 @@ def verify_program(
             _poison(tensors[name])
         program.launch(index, num_tokens, num_seqs)
         kernel = program.plan.launches[index].kernel
+        is_quantised = any(graph.type_of(name).kv_format for name in op.inputs)
         for name, value in expected.items():
-            yield _compare(op, kernel, name, value, _bound(tensors[name], graph, name, dims))
+            found = _bound(tensors[name], graph, name, dims)
+            yield _compare(op, kernel, name, value, found, is_quantised)
         for name, value in expected_state.items():
-            found = _state_tensor(name, tensors, state)
+            found, type_ = _state_tensor(name, tensors, state), graph.type_of(name)
             if name not in state.caches:
                 found = _bound(found, graph, name, dims)
-            yield _compare(op, kernel, name, value, found)
+            elif type_.kv_format:
+                value, found = _numbers(value, type_), _numbers(found, type_)
+            yield _compare(op, kernel, name, value, found, is_quantised)
 
 
 def _poison(tensor: torch.Tensor) -> None:
@@ -79,6 +87,13 @@ def _state_tensor(
     name: str, tensors: Mapping[str, torch.Tensor], state: DeviceState
 ) -> torch.Tensor:
     return torch.stack(state.caches[name]) if name in state.caches else tensors[name]
+
+
+def _numbers(both: torch.Tensor, type_: TensorType) -> torch.Tensor:
+    """Give the keys and values that a quantised cache u8[2, P, G, block bytes] holds, f32."""
+    slots = torch.arange(both[0, ..., 0].numel() * type_.size(2), device=both.device)  # [P * G * S]
+    planes = [Plane(both[i], type_.kv_format, type_.size(3), i == 1) for i in range(2)]
+    return torch.stack([plane.read(slots) for plane in planes])  # [2, P * G * S, D]
 
 
 def _reference(
@@ -111,7 +126,7 @@ def _reference(
             # The reference of a chain rounds once, at its end, as a fused kernel does.
             is_value = value.is_floating_point() and not name.startswith("@")
             operands.append(value.float() if is_value and len(op.plain) > 1 else value)
-        function, options = reference_call(inner)
+        function, options = reference_call(inner, graph)
         if "out_dtype" in options:
             options["out_dtype"] = options["out_dtype"] or torch.float32
         result = function(*operands, **options)
@@ -122,7 +137,12 @@ def _reference(
 
 
 def _compare(
-    op: Op, kernel: str, name: str, expected: torch.Tensor, found: torch.Tensor
+    op: Op,
+    kernel: str,
+    name: str,
+    expected: torch.Tensor,
+    found: torch.Tensor,
+    is_quantised: bool,
 ) -> OpCheck:
     if not expected.is_floating_point():
         error = float((expected != found.view_as(expected)).sum())
@@ -131,7 +151,8 @@ def _compare(
     # Banned tokens: equal infinities differ by nothing, and a difference of two is no number.
     banned = expected.isinf() & (found == expected)
     error = relative_error(found.masked_fill(banned, 0.0), expected.masked_fill(banned, 0.0))
-    return OpCheck(op.name, kernel, name, error, TOLERANCES[expected.dtype])
+    tolerance = max(TOLERANCES[expected.dtype], QUANTISED_TOLERANCE if is_quantised else 0.0)
+    return OpCheck(op.name, kernel, name, error, tolerance)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -176,7 +197,7 @@ def verify_layers(loaded: LoadedArtifact, prompt: Sequence[int]) -> Iterator[Lay
     with torch.no_grad():
         output = oracle(torch.tensor([list(prompt)]), output_hidden_states=True)
     found = play_prompt(loaded, prompt)
-    tolerance = LAYER_TOLERANCES[loaded.artifact.manifest.engine.dtype]
+    tolerance = LAYER_TOLERANCES[loaded.engine.dtype]
     num_layers = len(loaded.state.caches)
     # The last hidden state of transformers has passed the final norm: the logits stand for it.
     for layer in range(num_layers - 1):
@@ -210,7 +231,7 @@ def load_transformers(checkpoint: Checkpoint) -> Any:
 
 def prepare_prompts(loaded: LoadedArtifact, prompts: Sequence[Sequence[int]]) -> tuple[int, int]:
     """Write a mixed step of whole prompts to the state; give its tokens and sequences."""
-    page_size = loaded.artifact.manifest.engine.page_size
+    page_size = loaded.engine.page_size
     block_table = loaded.state.tensors["block_table"]
     next_page = 0
     for row, prompt in enumerate(prompts):

@@ -86,7 +86,7 @@ def _prompt(loaded: LoadedArtifact, length: int) -> list[int]:
 def _verify_kernels(loaded: LoadedArtifact, report: Callable[[str], None]) -> list[OpCheck]:
     """Play prompts and a decode step through every program that launches kernels."""
     found: list[OpCheck] = []
-    engine = loaded.artifact.manifest.engine
+    engine = loaded.engine
     for (step, bucket), program in loaded.programs.items():
         if not isinstance(program, TritonProgram):
             continue

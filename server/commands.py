@@ -14,6 +14,7 @@ from treadle.ir import knobs
 from treadle.ir.errors import ConfigError
 from treadle.runtime import report_html
 from treadle.runtime.commands import artifact_of, make_engine
+from treadle.runtime.config import read_kv_dtypes
 from treadle.runtime.console import print_table
 from treadle.runtime.engine import LoadedModel
 from treadle.runtime.loading import ServeOptions
@@ -40,6 +41,8 @@ def run_serve(
     reasoning_parser: str,
     kv_memory: int,
     num_pages: int,
+    kv_dtype: str,
+    quant_policy: int | None,
     prefix_cache: bool,
     max_waiting: int,
     model_path: str,
@@ -58,10 +61,15 @@ def run_serve(
     # Before anything takes long: a wrong file is known at once.
     ssl_context = make_ssl_context(ssl_certfile, ssl_keyfile)
     keys_of_file = read_keys(api_key_file)
-    path = artifact_of(source, target, progress)
+    kv_formats = read_kv_dtypes(kv_dtype, quant_policy)
+    if len(kv_formats) > 1:
+        raise ConfigError("An engine has a KV cache of one --kv-dtype.")
+    chosen = (kv_formats[0] or "auto") if kv_formats else ""
+    path = artifact_of(source, target, progress, chosen)
     serve_options = ServeOptions(
         kv_bytes=kv_memory,
         num_pages=num_pages,
+        kv_dtype=chosen,
         prefix_cache=prefix_cache,
         max_waiting=max_waiting,
         model_path=model_path,

@@ -11,6 +11,7 @@ import pytest
 from tests.ir.toy import CONFIG
 from treadle.ir.errors import LoweringError
 from treadle.ir.graph import Graph, Op
+from treadle.ir.kv_cache import KV_FORMATS
 from treadle.ir.pipeline import run_passes
 from treadle.ir.text import parse_graph
 from treadle.kernels.lower import Candidate, Situation, lower, without_unsafe_pdl
@@ -45,13 +46,16 @@ CONFIGS: dict[str, dict[str, object]] = {
         "intermediate_size": 132,
     },
 }
+FORMAT_OF = {f"{kv_format} cache": kv_format for kv_format in KV_FORMATS}
+CONFIGS |= {name: {"head_dim": 32} for name in FORMAT_OF}
 
 
 @cache
 def fused_graph(form: str, config: str, dtype: str) -> Graph:
     how = FORMS[form]
     described = from_hf({**CONFIG, "num_hidden_layers": 1, **CONFIGS[config]})
-    graph = build_graph(described, step=how.step, dtype=dtype, page_size=16)
+    kv_format = FORMAT_OF.get(config, "")
+    graph = build_graph(described, step=how.step, dtype=dtype, page_size=16, kv_format=kv_format)
     return run_passes(graph, few_tokens=how.few_tokens, joined=how.joined)[0]
 
 
@@ -161,6 +165,38 @@ def test_the_layers_of_a_model_share_their_kernels(form: str, target: str) -> No
             if op.name.startswith((f"layers.{layer}.", f"kv_write.kv.{layer}")):
                 found.add(candidates[0].emit())
     assert texts[1] == texts[2] != set()
+
+
+@pytest.mark.parametrize("config", FORMAT_OF)
+@pytest.mark.parametrize("form", FORMS)
+def test_kernels_that_touch_a_quantised_cache_know_its_format(form: str, config: str) -> None:
+    touching = [
+        candidate
+        for op, graph, candidates in lowered(form, "sm_90", config)
+        if any(graph.type_of(name).kv_format for name in op.inputs)
+        for candidate in candidates
+    ]
+    assert {candidate.shape["KV_FORMAT"] for candidate in touching} == {FORMAT_OF[config]}
+    assert all(candidate.template.endswith("_quantised") for candidate in touching)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_kernels_of_a_plain_cache_know_no_format(form: str) -> None:
+    for _, _, candidates in lowered(form, "sm_90"):
+        for candidate in candidates:
+            assert "KV_FORMAT" not in candidate.shape
+            assert not candidate.template.endswith("_quantised")
+
+
+def test_fp8_is_unpacked_without_ptx_where_the_gpu_has_no_conversion() -> None:
+    for target, expected in (("sm_80", {False}), ("sm_90", {True})):
+        used = {
+            candidate.schedule["USE_PTX"]
+            for _, _, candidates in lowered("decode", target, "fp8 cache")
+            for candidate in candidates
+            if "USE_PTX" in candidate.schedule
+        }
+        assert used == expected
 
 
 def test_an_interpreted_step_has_one_candidate_per_op() -> None:
