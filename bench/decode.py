@@ -18,6 +18,7 @@ import torch  # noqa: E402
 
 from treadle.bench.random_models import BenchEngine, build_engine  # noqa: E402
 from treadle.bench.rows import Row, conditions, with_goal, write_rows  # noqa: E402
+from treadle.runtime.config import KV_DTYPES  # noqa: E402
 from treadle.runtime.state import page_bytes  # noqa: E402
 from treadle.runtime.trial import SelectedProgram, time_graph_ms  # noqa: E402
 from treadle.runtime.triton_program import GraphedProgram  # noqa: E402
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--models", default="llama-3.1-8b,llama-3.2-1b")
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--contexts", default="1024")
+    parser.add_argument("--kv-dtype", default="auto", choices=list(KV_DTYPES))
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--out", type=Path, help="where to write decode.json (default: results/)")
     arguments = parser.parse_args()
@@ -52,7 +54,11 @@ def main() -> None:
         for batch in map(int, arguments.batches.split(",")):
             for context in map(int, arguments.contexts.split(",")):
                 engine = build_engine(
-                    name, max_rows=batch, window=context + 512, max_step_tokens=max(batch, 16)
+                    name,
+                    max_rows=batch,
+                    window=context + 512,
+                    max_step_tokens=max(batch, 16),
+                    kv_format=KV_DTYPES[arguments.kv_dtype],
                 )
                 engine.trial.fill(batch, context)
                 times = time_graph_ms(engine.graphed(batch), engine.trial, context, ROUNDS)
@@ -60,6 +66,8 @@ def main() -> None:
                 logits = engine.programs["decode", batch].values["logits"]
                 assert bool(torch.isfinite(logits).all()), "logits are not finite"
                 case = f"{name} batch {batch} context {context}"
+                if arguments.kv_dtype != "auto":
+                    case += f" kv {arguments.kv_dtype}"
                 goal, peers = with_goal("decode", case)
                 floor = floor_ms(engine, batch, context)
                 stated = conditions(dtype="bf16", weights="random", page_size=64, graphs=True)

@@ -29,7 +29,9 @@ from treadle.bench.rows import Row, conditions, with_goal  # noqa: E402
 from treadle.bench.timing import Spread, time_us  # noqa: E402
 from treadle.ir.cost import op_cost  # noqa: E402
 from treadle.ir.graph import Graph, Op  # noqa: E402
+from treadle.kernels.dtypes import TORCH_DTYPES  # noqa: E402
 from treadle.runtime import machine  # noqa: E402
+from treadle.runtime.config import KV_DTYPES  # noqa: E402
 from treadle.runtime.console import print_table  # noqa: E402
 from treadle.runtime.planner import bucket_dims  # noqa: E402
 from treadle.runtime.roofs import Roofs, measure_roofs  # noqa: E402
@@ -82,7 +84,15 @@ class Measured:
 
 
 def measure(
-    name: str, work: Workload, *, target: str, dtype: str, layers: int, rounds: int, page_size: int
+    name: str,
+    work: Workload,
+    *,
+    target: str,
+    dtype: str,
+    layers: int,
+    rounds: int,
+    page_size: int,
+    kv_format: str = "",
 ) -> Iterator[Measured]:
     """Time each kernel of the program that plays this work."""
     bucket = max(work.bucket, 16) if work.step == "mixed" else work.bucket
@@ -94,6 +104,7 @@ def measure(
         target=target,
         dtype=dtype,
         page_size=page_size,
+        kv_format=kv_format,
         num_layers=layers,
         only=(work.step, bucket),
     )
@@ -209,11 +220,11 @@ def _attend(
 ) -> dict[str, Callable[[], object]]:
     """Give each of torch's ways to attend to contiguous keys and values, those of each layer."""
     params, is_prompt = op.params, work.step == "mixed"
-    cache = next(iter(engine.trial.state.caches.values()))[0]
+    device, dtype = engine.trial.state.packed.device, TORCH_DTYPES[engine.trial.engine.dtype]
 
     def tensor(heads: int, tokens: int) -> torch.Tensor:
         shape = (work.num_seqs, heads, tokens, params.head_dim)
-        return torch.randn(*shape, device=cache.device, dtype=cache.dtype)
+        return torch.randn(*shape, device=device, dtype=dtype)
 
     query = tensor(params.num_heads, work.context_tokens if is_prompt else 1)
     caches = [
@@ -235,6 +246,8 @@ def to_row(found: Measured, roofs: Roofs, stated: dict[str, object]) -> Row:
     moved = found.bytes / found.spread.us * 1e6
     computed = found.flops / found.spread.us * 1e6
     case = f"{found.model} {found.work} {found.kernel} {found.rows} rows"
+    if stated.get("kv_dtype", "auto") != "auto":
+        case += f" kv {stated['kv_dtype']}"
     if found.weights:
         case += f" {found.weights[0].rpartition('.')[2].lstrip('@')}"
     more: dict[str, object] = {
@@ -322,6 +335,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--target", default="cuda", choices=["cuda", "interpret"])
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "f16", "f32"])
     parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--kv-dtype", default="auto", choices=list(KV_DTYPES))
     add_options(parser)
     began_s, asked = time.monotonic(), parser.parse_args(arguments)
     device = machine.device_of(asked.target)
@@ -332,7 +346,11 @@ def main(arguments: list[str] | None = None) -> int:
         flush=True,
     )
     stated = conditions(
-        dtype=asked.dtype, weights="random", page_size=asked.page_size, roofs=roofs.to_json()
+        dtype=asked.dtype,
+        weights="random",
+        page_size=asked.page_size,
+        kv_dtype=asked.kv_dtype,
+        roofs=roofs.to_json(),
     )
     found: list[Measured] = []
 
@@ -346,12 +364,14 @@ def main(arguments: list[str] | None = None) -> int:
                 layers=asked.layers,
                 rounds=asked.rounds,
                 page_size=asked.page_size,
+                kv_format=KV_DTYPES[asked.kv_dtype],
             ):
                 found.append(one)
                 yield to_row(one, roofs, stated)
 
         yield from numbered(remembered())
-        yield from summaries(asked.model, found, roofs, stated)
+        if asked.kv_dtype == "auto":  # what goals are set for
+            yield from summaries(asked.model, found, roofs, stated)
 
     works = parse_works(asked.batches, asked.prompts, asked.context)
     ends = play("kernels", [(str(w), partial(measure_work, w)) for w in works], asked, began_s)

@@ -142,12 +142,13 @@ def build_engine(
     table: TunedTable | None = None,
     form_of: Callable[[int], str] | None = None,
     only: tuple[str, int] | None = None,
+    choose: planner.Choose | None = None,
 ) -> BenchEngine:
     """Build a model's programs with random weights, by the shipped tuned table unless given one.
 
     `form_of` names the form of graph for a decode step of so many sequences. `only` names the step
     and bucket of one program: no other is made, and on a GPU its kernels are compiled in parallel
-    first.
+    first. `choose` decides instead of any table.
     """
     engine = EngineConfig(
         target, dtype, page_size, max_rows, max_step_tokens, window, kv_format=kv_format
@@ -155,7 +156,7 @@ def build_engine(
     graphs = build_graphs(name, engine, num_layers).fused
     found = machine.look()
     chosen = shipped_table(found.gpu) if table is None else table
-    choose = partial(chosen.choose, on_stale=print)
+    choose = choose or partial(chosen.choose, on_stale=print)
     if only is None:
         plan = planner.plan_programs(
             graphs, engine, architecture=found.architecture, choose=choose, form_of=form_of

@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from treadle.bench.random_models import build_engine, build_graphs  # noqa: E402
 from treadle.kernels.tuned import TunedTable, shipped_table  # noqa: E402
 from treadle.runtime import machine  # noqa: E402
-from treadle.runtime.config import EngineConfig  # noqa: E402
+from treadle.runtime.config import KV_DTYPES, EngineConfig  # noqa: E402
 from treadle.runtime.trial import time_graph_ms  # noqa: E402
 from treadle.runtime.triton_program import GraphedProgram  # noqa: E402
 from treadle.runtime.tuner import Workload, tune_program  # noqa: E402
@@ -38,6 +38,7 @@ def main() -> None:
         help="comma-separated MODEL:STEP:SEQUENCESxTOKENS[:FORM]; tokens of context, or of each "
         "prompt; FORM is a form of graph that is not the default, like decode.joined",
     )
+    parser.add_argument("--kv-dtype", default="auto", choices=list(KV_DTYPES))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--budget-s", type=float, default=480.0)
     arguments = parser.parse_args()
@@ -54,14 +55,17 @@ def main() -> None:
         num_seqs, tokens = map(int, sizes.split("x"))
         work = Workload(step, num_seqs, tokens, form)
         start = time.time()
-        engine = EngineConfig("cuda", "bf16", 64, num_seqs, max(work.bucket, 16), tokens + 512)
+        kv_format = KV_DTYPES[arguments.kv_dtype]
+        engine = EngineConfig(
+            "cuda", "bf16", 64, num_seqs, max(work.bucket, 16), tokens + 512, kv_format=kv_format
+        )
         graphs = build_graphs(name, engine, arguments.layers).fused
         done = tune_program(graphs, engine, work, table, found.architecture, report)
         table, tunings = done.table, done.tunings
         torch.cuda.empty_cache()
         table.write(path)
         tune_s = round(time.time() - start, 1)
-        row = {"work": text, "ms": time_whole(name, work, table), "tune_s": tune_s}
+        row = {"work": text, "ms": time_whole(name, work, table, kv_format), "tune_s": tune_s}
         print(row, flush=True)
         for reason in list({t.failure for k in tunings for t in k.timings if t.failure})[:3]:
             print("   failed:", reason[:200], flush=True)
@@ -75,7 +79,7 @@ def report(text: str) -> None:
         print("  ", text, flush=True)
 
 
-def time_whole(name: str, work: Workload, table: TunedTable) -> float:
+def time_whole(name: str, work: Workload, table: TunedTable, kv_format: str = "") -> float:
     """Time the program on the whole model with the tuned table; milliseconds."""
     whole = build_engine(
         name,
@@ -83,6 +87,7 @@ def time_whole(name: str, work: Workload, table: TunedTable) -> float:
         window=work.context_tokens + 512,
         max_step_tokens=max(work.bucket, 16),
         table=table,
+        kv_format=kv_format,
         form_of=(lambda rows: work.other_form) if work.other_form else None,
     )
     sizes = (work.bucket, work.num_seqs)

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints import make_llama
 from treadle.bench import (
     baselines,
     host_time,
     kernels,
+    kv_attention,
     prefill,
+    quality,
     serve,
     startup,
     throughput,
@@ -34,7 +37,9 @@ PROGRAMS = [
     "goals",
     "host_time",
     "kernels",
+    "kv_attention",
     "prefill",
+    "quality",
     "serve",
     "startup",
     "throughput",
@@ -218,3 +223,22 @@ def test_a_checkpoint_is_written_once_and_opens(tmp_path: Path) -> None:
     assert write_checkpoint("tiny", tmp_path, 1) == path
     assert before == {file: file.stat().st_mtime_ns for file in path.iterdir()}
     assert "lm_head.weight" in open_checkpoint(path).names()
+
+
+@pytest.mark.interpreted
+def test_attention_over_caches_of_every_dtype_is_timed_side_by_side(tmp_path: Path) -> None:
+    sizes = ["--batches", "2", "--contexts", "64", "--candidates", "2", "--layers", "1"]
+    arguments = ["--model", "tiny", "--target", "interpret", "--rounds", "1", *sizes]
+    kv_attention.main([*arguments, "--out", str(tmp_path)])
+    found = read(tmp_path, "kv_attention")
+    assert list(found) == [f"tiny 2x64 {name}" for name in ("auto", "int8", "int4", "fp8")]
+    assert all(row["conditions"]["schedule"] for row in found.values())
+
+
+def test_accuracy_is_measured_of_attention_and_of_a_model_s_text(tmp_path: Path) -> None:
+    model = make_llama(tmp_path / "model", seed=1)
+    sizes = ["--windows", "2", "--tokens", "48", "--forms", "bf16,int8,int4 rotated keys"]
+    quality.main(["--model", str(model), *sizes, "--out", str(tmp_path)])
+    found = read_any(tmp_path, "quality")
+    assert found["int8, KL divergence"]["value"] > 0
+    assert found["int8, gaussian, keys only"]["value"] < 1
