@@ -461,6 +461,14 @@ def attention_decode_quantised_schedules(
                     block_tokens, number, 128, warps, stages, use_pdl=use_pdl
                 )
                 yield _quantised(schedule, use_ptx=use_ptx)
+    if machine in HAS_TMA:
+        # The weights that the next kernel fetches early come after this one's keys and values.
+        for block_tokens, warps, stages in fitting[:3]:
+            for number in dict.fromkeys((splits, splits * 2)):
+                schedule = _attention_decode(
+                    block_tokens, number, 128, warps, stages, use_pdl=True, late=True
+                )
+                yield _quantised(schedule, use_ptx=use_ptx)
     if programs > NUM_MULTIPROCESSORS:
         # Sequences of uneven length: the long ones alone are cut, so that none runs on by itself.
         for number, chunk in ((4, 512), (8, 1024), (16, 1024)):

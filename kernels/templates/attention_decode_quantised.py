@@ -45,6 +45,7 @@ SCHEDULE = dict(
     MIN_CHUNK_TOKENS=256,
     USE_PTX=False,
     USE_PDL=False,
+    TRIGGER_LATE=False,
     num_warps=2,
     num_stages=4,
 )
@@ -208,6 +209,48 @@ def _part_query(q, unit):
 
 
 @triton.jit
+def _add_splits(
+    acc,
+    best,
+    total,
+    partial_out_ptr,
+    partial_lse_ptr,
+    first,
+    num_splits,
+    GROUP_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """Merge the partial results of BLOCK_SPLITS splits into those of the splits before them."""
+    splits = first + tl.arange(0, BLOCK_SPLITS)  # [BLOCK_SPLITS]
+    heads = tl.arange(0, acc.shape[0])
+    dims = tl.arange(0, acc.shape[1])
+    live = (splits < num_splits)[:, None]  # [BLOCK_SPLITS, 1]
+    mask = (heads < GROUP_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_H, BLOCK_D]
+    rows = splits[:, None] * GROUP_HEADS + heads[None, :]  # [BLOCK_SPLITS, BLOCK_H]
+    # Other programs wrote these: `.cg` reads from L2, not from this multiprocessor's own cache.
+    lse = tl.load(
+        partial_lse_ptr + rows,
+        mask=live & (heads < GROUP_HEADS)[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )  # [BLOCK_SPLITS, BLOCK_H]
+    lse = tl.where(live, lse, float("-inf"))  # [BLOCK_SPLITS, BLOCK_H]
+    partial = tl.load(
+        partial_out_ptr + rows[:, :, None] * HEAD_DIM + dims[None, None, :],
+        mask=live[:, :, None] & mask[None, :, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )  # [BLOCK_SPLITS, BLOCK_H, BLOCK_D]
+    new_best = tl.maximum(best, tl.max(lse, 0))  # [BLOCK_H]
+    rescale = tl.exp2(best - new_best)  # [BLOCK_H]
+    weights = tl.exp2(lse - new_best[None, :])  # [BLOCK_SPLITS, BLOCK_H]
+    total = total * rescale + tl.sum(weights, 0)  # [BLOCK_H]
+    update = tl.sum(partial * weights[:, :, None], 0)  # [BLOCK_H, BLOCK_D]
+    return acc * rescale[:, None] + update, new_best, total
+
+
+@triton.jit
 def _combine_splits(
     partial_out_ptr,
     partial_lse_ptr,
@@ -216,45 +259,49 @@ def _combine_splits(
     GROUP_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ):
     """Merge the partial results of one sequence and KV head, in the order of the splits."""
     BLOCK_H: tl.constexpr = triton.next_power_of_2(GROUP_HEADS)
-    # One program merges while the others are done: what counts is latency, not bandwidth. Tiles of
-    # 2048 values, three of them in flight, read a dozen splits in about the time of one.
+    # One program merges while the others are done: what counts is latency, not bandwidth. All
+    # splits are read at once where registers hold them, else 2048 values at a time, three of these
+    # tiles in flight.
     TILE_SIZE: tl.constexpr = BLOCK_H * BLOCK_D
-    BLOCK_SPLITS: tl.constexpr = 2048 // TILE_SIZE if TILE_SIZE < 2048 else 1
-    heads = tl.arange(0, BLOCK_H)
-    dims = tl.arange(0, BLOCK_D)
-    mask = (heads < GROUP_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_H, BLOCK_D]
     best = tl.full((BLOCK_H,), float("-inf"), tl.float32)  # [BLOCK_H]
     total = tl.zeros((BLOCK_H,), tl.float32)  # [BLOCK_H]
     acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)  # [BLOCK_H, BLOCK_D]
-    for first in tl.range(0, num_splits, BLOCK_SPLITS, num_stages=4):
-        splits = first + tl.arange(0, BLOCK_SPLITS)  # [BLOCK_SPLITS]
-        live = (splits < num_splits)[:, None]  # [BLOCK_SPLITS, 1]
-        rows = splits[:, None] * GROUP_HEADS + heads[None, :]  # [BLOCK_SPLITS, BLOCK_H]
-        # Other programs wrote these: `.cg` reads from L2, not from this multiprocessor's own cache.
-        lse = tl.load(
-            partial_lse_ptr + rows,
-            mask=live & (heads < GROUP_HEADS)[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )  # [BLOCK_SPLITS, BLOCK_H]
-        lse = tl.where(live, lse, float("-inf"))  # [BLOCK_SPLITS, BLOCK_H]
-        partial = tl.load(
-            partial_out_ptr + rows[:, :, None] * HEAD_DIM + dims[None, None, :],
-            mask=live[:, :, None] & mask[None, :, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )  # [BLOCK_SPLITS, BLOCK_H, BLOCK_D]
-        new_best = tl.maximum(best, tl.max(lse, 0))  # [BLOCK_H]
-        rescale = tl.exp2(best - new_best)  # [BLOCK_H]
-        weights = tl.exp2(lse - new_best[None, :])  # [BLOCK_SPLITS, BLOCK_H]
-        total = total * rescale + tl.sum(weights, 0)  # [BLOCK_H]
-        update = tl.sum(partial * weights[:, :, None], 0)  # [BLOCK_H, BLOCK_D]
-        acc = acc * rescale[:, None] + update  # [BLOCK_H, BLOCK_D]
-        best = new_best  # [BLOCK_H]
+    if MAX_SPLITS * TILE_SIZE <= 8192:
+        acc, best, total = _add_splits(
+            acc,
+            best,
+            total,
+            partial_out_ptr,
+            partial_lse_ptr,
+            0,
+            num_splits,
+            GROUP_HEADS,
+            HEAD_DIM,
+            triton.next_power_of_2(MAX_SPLITS),
+        )
+    else:
+        BLOCK_SPLITS: tl.constexpr = 2048 // TILE_SIZE if TILE_SIZE < 2048 else 1
+        for first in tl.range(0, num_splits, BLOCK_SPLITS, num_stages=4):
+            acc, best, total = _add_splits(
+                acc,
+                best,
+                total,
+                partial_out_ptr,
+                partial_lse_ptr,
+                first,
+                num_splits,
+                GROUP_HEADS,
+                HEAD_DIM,
+                BLOCK_SPLITS,
+            )
     acc = acc / total[:, None]  # [BLOCK_H, BLOCK_D]
+    heads = tl.arange(0, BLOCK_H)
+    dims = tl.arange(0, BLOCK_D)
+    mask = (heads < GROUP_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_H, BLOCK_D]
     offsets = heads[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_H, BLOCK_D]
     tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -287,6 +334,7 @@ def attention_decode_quantised(
     MIN_CHUNK_TOKENS: tl.constexpr,
     USE_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
+    TRIGGER_LATE: tl.constexpr,
 ):
     # Grid: axis 0 = KV head, axis 1 = sequence, axis 2 = split of the sequence's tokens.
     kv_head = tl.program_id(0)
@@ -304,7 +352,7 @@ def attention_decode_quantised(
     # Scales of values are often too small for f16: a fixed factor goes in here and out at the end.
     LIFT: tl.constexpr = 64.0
     FP8_UNIT: tl.constexpr = 1.0 if USE_PTX else 256.0
-    if USE_PDL:
+    if USE_PDL and not TRIGGER_LATE:
         tl.extra.cuda.gdc_launch_dependents()
 
     # Rows, lengths and pages are older than the kernel before this one and can be read before the
@@ -414,6 +462,9 @@ def attention_decode_quantised(
                 start_acc = acc * rescale[:, None] - 1152.0 * scaled_sum
                 acc = tl.dot(scaled, codes, start_acc)  # [BLOCK_H, BLOCK_W]
 
+    if USE_PDL and TRIGGER_LATE:
+        # The dependents' weights would have come in the way of this kernel's keys and values.
+        tl.extra.cuda.gdc_launch_dependents()
     # A padding sequence read nothing: its zeros are divided by one.
     divisor = tl.where(total > 0.0, total, 1.0)[:, None]  # [BLOCK_H, 1]
     UNLIFT: tl.constexpr = FP8_UNIT / LIFT if KV_FORMAT == "fp8" else 1.0 / LIFT
@@ -449,6 +500,7 @@ def attention_decode_quantised(
                 GROUP_HEADS,
                 HEAD_DIM,
                 BLOCK_D,
+                MAX_SPLITS,
             )
             tl.store(counters_ptr + group, 0)
 

@@ -390,15 +390,20 @@ def attention_prefill_quantised(
                 scores = tl.dot(q_f16, numbers) * key_scale[None, :]  # [BLOCK_ROWS, BLOCK_TOKENS]
             else:
                 key_scale, key_least = _low_half(key_words), _high_half(key_words)  # [BLOCK_TOKENS]
-                first, second = _to_i8_planes(keys, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W]
-                first, second = tl.trans(first), tl.trans(second)  # [BLOCK_W, BLOCK_TOKENS]
+                first_plane, second_plane = _to_i8_planes(keys, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W]
+                first_plane, second_plane = (
+                    tl.trans(first_plane),
+                    tl.trans(second_plane),
+                )  # [BLOCK_W, BLOCK_TOKENS]
                 # The first plane holds n, the second 16 * (n - 8).
-                highs = tl.dot(high, first, out_dtype=tl.int32) * 16
+                highs = tl.dot(high, first_plane, out_dtype=tl.int32) * 16
                 highs += tl.dot(
-                    second_high, second, out_dtype=tl.int32
+                    second_high, second_plane, out_dtype=tl.int32
                 )  # [BLOCK_ROWS, BLOCK_TOKENS]
-                lows = tl.dot(low, first, out_dtype=tl.int32) * 16
-                lows += tl.dot(second_low, second, out_dtype=tl.int32)  # [BLOCK_ROWS, BLOCK_TOKENS]
+                lows = tl.dot(low, first_plane, out_dtype=tl.int32) * 16
+                lows += tl.dot(
+                    second_low, second_plane, out_dtype=tl.int32
+                )  # [BLOCK_ROWS, BLOCK_TOKENS]
                 products = (highs * 128 + lows).to(tl.float32) * (score_unit * 0.0625)[:, None]
                 scores = (products + eights[:, None]) * key_scale[None, :]
                 scores += q_sum[:, None] * key_least[None, :]  # [BLOCK_ROWS, BLOCK_TOKENS]
@@ -423,13 +428,15 @@ def attention_prefill_quantised(
                 # in the sums, and it costs no instruction.
                 scaled_sum = tl.sum(scaled.to(tl.float32), 1)[:, None]  # [BLOCK_ROWS, 1]
                 if HAS_PLANES:
-                    first, second = _to_f16_planes(values, USE_PTX)  # [BLOCK_W, BLOCK_TOKENS]
+                    first_plane, second_plane = _to_f16_planes(
+                        values, USE_PTX
+                    )  # [BLOCK_W, BLOCK_TOKENS]
                     start_acc = second_acc * rescale[:, None] - 1024.0 * scaled_sum
                     second_acc = tl.dot(
-                        scaled, tl.trans(second), start_acc
+                        scaled, tl.trans(second_plane), start_acc
                     )  # [BLOCK_ROWS, BLOCK_W]
                     start_acc = acc * rescale[:, None] - 1024.0 * scaled_sum
-                    acc = tl.dot(scaled, tl.trans(first), start_acc)  # [BLOCK_ROWS, BLOCK_W]
+                    acc = tl.dot(scaled, tl.trans(first_plane), start_acc)  # [BLOCK_ROWS, BLOCK_W]
                 else:
                     codes = tl.trans(_to_f16(values, KV_FORMAT, USE_PTX))  # [BLOCK_TOKENS, BLOCK_W]
                     start_acc = acc * rescale[:, None] - 1152.0 * scaled_sum

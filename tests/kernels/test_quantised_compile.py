@@ -1,0 +1,81 @@
+"""Kernels of quantised caches compile for GPUs that are not there, at the sizes of an 8B model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from treadle.ir.kv_cache import KV_FORMATS
+from treadle.kernels.cross_compile import Job, compile_many
+from treadle.kernels.emit import Header, emit_module, read_template
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE, TOKENS = 32, 8, 128, 64, 64
+SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "gfx942": 65536}
+TEMPLATES = (
+    "attention_decode_quantised",
+    "attention_prefill_quantised",
+    "rope_kv_write_quantised",
+)
+
+
+def job(folder: Path, template: str, kv_format: str, target: str) -> Job:
+    """Emit a template in bf16 with a usual schedule and ask for `target`."""
+    read = read_template(template)
+    facts = {
+        "NUM_HEADS": HEADS,
+        "NUM_KV_HEADS": KV_HEADS,
+        "HEAD_DIM": HEAD_DIM,
+        "ROTARY_DIM": HEAD_DIM,
+        "PAGE_SIZE": PAGE,
+        "KV_FORMAT": kv_format,
+        "STORE_OWN": True,
+        "USE_PTX": target.startswith("sm_") and (kv_format, target) != ("fp8", "sm_80"),
+        "num_warps": 8 if template == "attention_prefill_quantised" else 2,
+        "num_stages": 2 if target == "gfx942" else 3,
+    }
+    shape, schedule = (
+        {name: facts.get(name, value) for name, value in own}
+        for own in (read.shape_facts, read.schedule_facts)
+    )
+    text = emit_module(
+        read, name=template, shape=shape, schedule=schedule, header=Header("a test.")
+    )
+    path = folder / f"{template}_{kv_format}_{target}.py"
+    path.write_text(text)
+    block = KV_FORMATS[kv_format].block_bytes(PAGE, HEAD_DIM)
+    caches = [f"u8[100, {KV_HEADS}, {block}]"] * 2
+    heads, own = f"bf16[{TOKENS}, {HEADS * HEAD_DIM}]", f"bf16[{TOKENS}, {KV_HEADS * HEAD_DIM}]"
+    ints, table = f"i32[{TOKENS}]", "i32[64, 32]"
+    scratch = [f"f32[{TOKENS * HEADS * 8 * HEAD_DIM}]", f"f32[{TOKENS * HEADS * 8}]", "i32[512]"]
+    arguments: dict[str, list[str | int | None]] = {
+        "attention_decode_quantised": [
+            heads, *caches, table, ints, ints, heads, *scratch, TOKENS,
+        ],
+        "attention_prefill_quantised": [
+            heads, own, own, *caches, table, ints, ints, ints, heads, TOKENS, TOKENS,
+        ],
+        "rope_kv_write_quantised": [
+            f"bf16[{TOKENS}, {(HEADS + 2 * KV_HEADS) * HEAD_DIM}]", ints, "f32[1024, 128]", ints,
+            ints, table, None, None, *caches, heads, own, own, TOKENS,
+        ],
+    }  # fmt: skip
+    return Job(str(path), target, tuple(arguments[template]))
+
+
+def check(jobs: list[Job]) -> None:
+    for outcome in compile_many(jobs):
+        assert not outcome.error, f"{outcome.job.path}: {outcome.error}"
+        for kernel in outcome.kernels:
+            assert kernel.spill_bytes == 0, outcome
+            assert kernel.shared_bytes <= SHARED_LIMIT[outcome.job.target], outcome
+
+
+def test_decode_attention_compiles_for_hopper(tmp_path: Path) -> None:
+    check([job(tmp_path, TEMPLATES[0], kv_format, "sm_90") for kv_format in ("int8", "int4")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", sorted(SHARED_LIMIT))
+def test_every_template_and_format_compiles(target: str, tmp_path: Path) -> None:
+    check([job(tmp_path, name, form, target) for name in TEMPLATES for form in KV_FORMATS])
