@@ -53,12 +53,13 @@ def write_checkpoint(name: str, folder: Path, num_layers: int = 0) -> Path:
         number += 1
 
     for weight in graph.weights:
-        for part, rows in zip(weight.parts, weight.part_rows, strict=True):
-            if weight.fallback and values.get("tie_word_embeddings"):
-                continue  # the head is the embedding
-            shape = (rows, *weight.type.bound_shape({})[1:])
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-            shard[part] = tensor.normal_(1.0 if len(shape) == 1 else 0.0, 0.02).cpu()
+        if weight.fallback == "model.embed_tokens.weight" and values.get("tie_word_embeddings"):
+            continue  # the head is the embedding
+        inner = weight.type.bound_shape({})[2 if weight.stack else 1 :]
+        for expert in range(max(weight.stack, 1)):
+            for part, rows in zip(weight.names_of(expert), weight.part_rows, strict=True):
+                tensor = torch.empty((rows, *inner), dtype=dtype, device=device)
+                shard[part] = tensor.normal_(0.0 if inner else 1.0, 0.02).cpu()
         if sum(tensor.nbytes for tensor in shard.values()) >= SHARD_BYTES:
             flush()
     flush()

@@ -128,6 +128,7 @@ EXAMPLE: dict[str, object] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "torch_dtype": "bfloat16",
+    "first_k_dense_replace": 0,  # a mixture of experts has some in its one layer
 }
 # (step, whether its fused form is the one for few tokens, largest dims of its buckets)
 BUCKETS: tuple[tuple[str, bool, int], ...] = (
@@ -279,6 +280,8 @@ def passes_section() -> list[str]:
     rows = []
     for number, pass_ in enumerate(pipeline.PASSES, start=1):
         when = "few tokens" if pass_.few_tokens_only else "always"
+        if pass_.many_tokens_only:
+            when = "many tokens"
         if pass_.joined_only:
             when = "joined attention"
         what = inspect.cleandoc(pass_.run.__doc__ or "").partition("\n")[0]

@@ -163,17 +163,23 @@ class GraphBuilder:
         fallback: str = "",
         sections: tuple[int, ...] = (),
         groups: int = 1,
+        dtype: str = "",
+        stack: int = 0,
     ) -> Value:
         """Declare a weight from one checkpoint tensor, or from several joined along axis 0.
 
         `parts` is a tensor's name and `shape` its whole shape; or the rows of each tensor by name,
         and `shape` is what follows the rows. `fallback` is the tensor to use where the part is
         absent. With `groups` the rows come group by group, each with its share of every one of the
-        `sections`, whose rows the weight has one after the other.
+        `sections`, whose rows the weight has one after the other. `dtype` is what it is computed
+        in, by default the graph's. `stack` X says that the parts are of one of X experts, their
+        number standing for `{}` in the names: the weight gets an axis of experts before the rows,
+        and `fallback` holds all of them.
         """
         if isinstance(parts, str):
             parts, shape = {parts: shape[0]}, shape[1:]
-        type_ = TensorType((sum(parts.values()), *shape), self.dtype)
+        rows = sum(parts.values())
+        type_ = TensorType((*([stack] if stack else []), rows, *shape), dtype or self.dtype)
         if groups > 1 and (sum(sections) != type_.size(0) or any(s % groups for s in sections)):
             raise ShapeError(
                 f"The sections of `{name}` should be {type_.size(0)} rows in all, each of {groups} "
@@ -187,6 +193,7 @@ class GraphBuilder:
             fallback,
             sections=sections if groups > 1 else (),
             groups=groups,
+            stack=stack,
         )
         return self._declare(weight)
 
@@ -291,6 +298,50 @@ class GraphBuilder:
     ) -> Value:
         """Multiply by a weight and add its bias."""
         return self.apply("linear", x, weight, bias, name=name, out_dtype=out_dtype)[0]
+
+    def route(
+        self,
+        logits: Value,
+        correction: Value | None = None,
+        *,
+        top_k: int,
+        score: str = "softmax",
+        normalise: bool = False,
+        scaling: float = 1.0,
+        num_groups: int = 1,
+        kept_groups: int = 1,
+        group_top: int = 1,
+        name: str = "",
+    ) -> tuple[Value, Value]:
+        """Choose the experts of each token; give their numbers and what their results count."""
+        experts, scales = self.apply(
+            "route",
+            logits,
+            correction,
+            name=name,
+            top_k=top_k,
+            score=score,
+            normalise=normalise,
+            scaling=scaling,
+            num_groups=num_groups,
+            kept_groups=kept_groups,
+            group_top=group_top,
+        )
+        return experts, scales
+
+    def expert_linear(
+        self, x: Value, weight: Value, experts: Value, bias: Value | None = None, *, name: str = ""
+    ) -> Value:
+        """Multiply by the weights of the experts chosen for each token: a row per choice."""
+        return self.apply("expert_linear", x, weight, experts, bias, name=name)[0]
+
+    def combine(self, rows: Value, scales: Value, *, name: str = "") -> Value:
+        """Add up the results of each token's experts, scaled."""
+        return self.apply("combine", rows, scales, name=name)[0]
+
+    def row_gate(self, x: Value, gate: Value, *, name: str = "") -> Value:
+        """Scale each row by the sigmoid of its gate."""
+        return self.apply("row_gate", x, gate, name=name)[0]
 
     def add(self, a: Value, b: Value, *, name: str = "") -> Value:
         """Add two tensors."""

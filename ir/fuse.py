@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from treadle.ir import ops
-from treadle.ir.graph import Graph, Op, Weight, walk
+from treadle.ir.graph import Graph, Op, Value, Weight, walk
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Refusal:
 
 
 Result = tuple[Graph, tuple[Refusal, ...]]
+LINEARS = ("linear", "expert_linear", "grouped_linear")  # ops that multiply by a weight
 INTERLEAVE_GROUP = 8  # rows r and r + 8 of an mma tile live in one thread: splitting costs nothing
 
 
@@ -101,8 +102,8 @@ def interleave_gate_up(graph: Graph) -> Result:
             new_ops.append(op)
             continue
         linear = graph.producers.get(op.inputs[0])
-        names = [name.removeprefix("@") for name in linear.inputs[1:]] if linear else []
-        if linear is None or linear.kind != "linear" or graph.single_use(op.inputs[0]) is None:
+        names = [n.removeprefix("@") for n in linear.inputs if n.startswith("@")] if linear else []
+        if linear is None or linear.kind not in LINEARS or graph.single_use(op.inputs[0]) is None:
             reason = "its operand is not made by a linear of its own"
         elif any(not _has_halves(weights[name]) for name in names):
             reason = "the weight is not one gate and one up tensor, nor one of both"
@@ -239,24 +240,53 @@ def fuse_rope_attention(graph: Graph) -> Result:
     return graph, tuple(refusals)
 
 
-def _fuse_follower(graph: Graph, rule: str, *follower_kinds: str) -> Result:
-    """Join each linear, plain or fused, with the one op of these kinds that reads its result."""
+def group_by_expert(graph: Graph) -> Result:
+    """Sort the choices of a step by expert, so that a tile of rows shares an expert's weights.
+
+    Worth it where tokens share experts. One token has none to share: there each choice multiplies
+    by itself.
+    """
+    orders: dict[str, tuple[str, str]] = {}
+    values = list(graph.values)
+    new_ops = []
+    for op in graph.ops:
+        if op.kind != "expert_linear":
+            new_ops.append(op)
+            continue
+        x, weight, experts, *bias = op.inputs
+        if experts not in orders:
+            params = ops.SortParams(graph.type_of(weight).size(0))
+            types = ops.infer_types("sort_by_expert", params, (graph.type_of(experts),))
+            names = (f"{experts}_order", f"{experts}_starts")
+            values += [Value(name, type_) for name, type_ in zip(names, types, strict=True)]
+            sort = Op("sort_by_expert", (experts,), names, params, op.where, op.origin)
+            orders[experts] = names
+            new_ops.append(sort)
+        inputs = (x, weight, *orders[experts], *bias)
+        new_ops.append(replace(op, kind="grouped_linear", inputs=inputs))
+    return replace(graph, values=tuple(values)).replace_ops(new_ops), ()
+
+
+def _fuse_follower(
+    graph: Graph, rule: str, *follower_kinds: str, after: tuple[str, ...] = LINEARS
+) -> Result:
+    """Join each op of `after`, plain or fused, with the one follower that reads its result."""
     refusals: list[Refusal] = []
     for follower in [op for op in graph.ops if op.kind in follower_kinds]:
         candidates = [graph.producers.get(name) for name in follower.inputs]
-        linears = [
+        leaders = [
             op
             for op in candidates
             if op is not None
-            and any(inner.kind == "linear" for inner in op.plain)
+            and any(inner.kind in after for inner in op.plain)
             # An epilogue adds one residual: a second add is better off with another linear.
             and not any(inner.kind == "add" for inner in op.plain)
             and graph.single_use(op.outputs[0]) is follower
         ]
-        if not linears:
-            refusals.append(Refusal(rule, follower.name, "no linear whose only reader it is"))
+        if not leaders:
+            refusals.append(Refusal(rule, follower.name, f"no {after[0]} whose only reader it is"))
             continue
-        latest = max(linears, key=graph.ops.index)
+        latest = max(leaders, key=graph.ops.index)
         reason = obstacle(graph, [latest, follower])
         if reason:
             refusals.append(Refusal(rule, follower.name, reason))
@@ -275,9 +305,34 @@ def fuse_pointwise(graph: Graph) -> Result:
     return _fuse_follower(graph, "fuse_pointwise", "scale", "activate", "soft_cap")
 
 
+def fuse_experts(graph: Graph) -> Result:
+    """Put the choice of experts, sums over experts and gates of rows behind their projections."""
+    graph, unrouted = _fuse_follower(graph, "fuse_experts", "route", after=("linear",))
+    graph, uncombined = _fuse_follower(graph, "fuse_experts", "combine", after=("expert_linear",))
+    graph, ungated = _fuse_row_gates(graph, "fuse_experts")
+    return graph, (*unrouted, *uncombined, *ungated)
+
+
+def _fuse_row_gates(graph: Graph, rule: str) -> Result:
+    """Join each linear with the gate that scales its rows, and not with the one that makes it."""
+    refusals: list[Refusal] = []
+    for gate in [op for op in graph.ops if op.kind == "row_gate"]:
+        linear = graph.producers.get(gate.inputs[0])
+        reason: str | None = "its rows are not made by a linear of its own"
+        if linear is not None and linear.kind == "linear":
+            reason = obstacle(graph, [linear, gate])
+            if graph.single_use(gate.inputs[0]) is not gate:
+                reason = "its rows are read elsewhere too"
+            if not reason:
+                graph = join(graph, [linear, gate])
+                continue
+        refusals.append(Refusal(rule, gate.name, str(reason)))
+    return graph, tuple(refusals)
+
+
 def fuse_residual(graph: Graph) -> Result:
     """Put the residual add into the epilogue of the projection before it."""
-    return _fuse_follower(graph, "fuse_residual", "add")
+    return _fuse_follower(graph, "fuse_residual", "add", after=(*LINEARS, "combine"))
 
 
 def fuse_norm_residual(graph: Graph) -> Result:

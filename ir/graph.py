@@ -51,6 +51,9 @@ class Weight:
     (rows, head, rotary) says that of the first rows the first `rotary` of each head are pairs of
     neighbours, and are moved to where halves of a head make the pairs. `rope` marks a computed
     table, not a loaded tensor.
+
+    `stack` X > 0 says that axis 0 counts experts: the parts are of each, their names have `{}`
+    where the expert's number stands, and `fallback` is a tensor that holds all experts as one.
     """
 
     name: str
@@ -63,6 +66,13 @@ class Weight:
     groups: int = 1
     rope_pairs: tuple[int, ...] = ()
     rope: RopeTable | None = None
+    stack: int = 0
+
+    def names_of(self, expert: int) -> tuple[str, ...]:
+        """Give the names of the parts of one expert, or of the weight where nothing is stacked."""
+        if not self.stack:
+            return self.parts
+        return tuple(part.replace("{}", str(expert)) for part in self.parts)
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,15 @@ from treadle.ir.verify import verify
 class Pass:
     """Rewrite a graph.
 
-    `few_tokens_only` passes run only in the form meant for few tokens, `joined_only` ones only in
-    the forms that append and attend in one kernel.
+    `few_tokens_only` passes run only in the form meant for few tokens, `many_tokens_only` ones only
+    in the others, `joined_only` ones only in the forms that append and attend in one kernel.
     """
 
     name: str
     run: Callable[[Graph], fuse.Result]
     stage_after: str
     few_tokens_only: bool = False
+    many_tokens_only: bool = False
     joined_only: bool = False
 
 
@@ -33,6 +34,8 @@ PASSES: tuple[Pass, ...] = (
     # weights first: everything after sees the layout that the loader will make
     Pass("interleave_gate_up", fuse.interleave_gate_up, "authored"),
     Pass("pair_rope_halves", fuse.pair_rope_halves, "authored"),
+    # then which form experts multiply in: what joins them depends on it
+    Pass("group_by_expert", fuse.group_by_expert, "authored", many_tokens_only=True),
     # then what must be one kernel because a view would have to be materialised otherwise
     Pass("fuse_rope_kv_write", fuse.fuse_rope_kv_write, "partly fused"),
     Pass("fuse_rope_attention", fuse.fuse_rope_attention, "partly fused", joined_only=True),
@@ -40,6 +43,7 @@ PASSES: tuple[Pass, ...] = (
     # epilogues before prologues: an epilogue always wins, a prologue only for few tokens
     Pass("fuse_glu", fuse.fuse_glu, "partly fused"),
     Pass("fuse_pointwise", fuse.fuse_pointwise, "partly fused"),
+    Pass("fuse_experts", fuse.fuse_experts, "partly fused"),
     Pass("fuse_residual", fuse.fuse_residual, "fused"),
     Pass("fuse_norm_residual", fuse.fuse_norm_residual, "fused"),
     Pass("fuse_norm_prologue", fuse.fuse_norm_prologue, "fused", few_tokens_only=True),
@@ -72,7 +76,11 @@ def run_passes(
     verify(graph, "authored")
     records = []
     for pass_ in PASSES:
-        if (pass_.few_tokens_only and not few_tokens) or (pass_.joined_only and not joined):
+        if (
+            (pass_.few_tokens_only and not few_tokens)
+            or (pass_.many_tokens_only and few_tokens)
+            or (pass_.joined_only and not joined)
+        ):
             continue
         start = time.perf_counter()
         graph, refusals = pass_.run(graph)

@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from treadle.ir.errors import LoweringError
+from treadle.ir.fuse import LINEARS
 from treadle.ir.graph import Op
+from treadle.ir.ops import lookup
 from treadle.ir.types import DTYPE_BYTES, TensorType
 from treadle.kernels.emit import read_template
 
 # Extra operands, in the order that they have in `launch`: after x and w, before y.
-OPERANDS = ("bias", "norm_weight", "residual")
+OPERANDS = ("bias", "norm_weight", "row_gate", "residual")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Tile:
     computes `feature` only where it is needed. A Gluon template brings results into the layout
     that it stores; `is_narrow` says that its warps share the features of a tile, so that a gate and
     its up are far apart until they are moved.
+    A template `of_experts` knows the `expert` of its tile, one that `combines` adds up the experts
+    of its `token`.
     """
 
     axes: tuple[str, ...]
@@ -38,6 +42,8 @@ class Tile:
     aligned: tuple[str, ...] = ()
     is_gluon: bool = False
     is_narrow: bool = False
+    of_experts: bool = False
+    combines: bool = False
 
     def index(self, vector: str) -> str:
         """Write a vector over features so that it broadcasts against `acc`."""
@@ -75,6 +81,13 @@ TILES: dict[str, Tile] = {
     "matmul_stream": replace(TOKENS_LEFT, aligned=("x", "w"), is_gluon=True, is_narrow=True),
     "matmul_skinny": WEIGHTS_LEFT,
     "matmul_skinny_tma": replace(WEIGHTS_LEFT, aligned=("x", "w")),
+}
+
+EXPERT_TILES: dict[str, Tile] = {
+    "expert_gemv": Tile(("BLOCK_N",), 0, of_experts=True),
+    "expert_gemv_combine": Tile(("BLOCK_N",), 0, combines=True),
+    "grouped_skinny": replace(WEIGHTS_LEFT, of_experts=True),
+    "grouped_matmul": replace(TOKENS_LEFT, of_experts=True),
 }
 
 # The lines of each activation; the last one gives its value.
@@ -152,15 +165,16 @@ def lower_linear(template: str, op: Op, types: Mapping[str, TensorType]) -> Fuse
     """Write the hook lines that make `template` compute a linear with its prologue and epilogue.
 
     `op` is a `linear`, or a `fused` op with one in its body: an optional `rms_norm`, the linear,
-    then a straight chain of the ops in `POINTWISE`.
+    then a straight chain of the ops in `POINTWISE`. A linear of experts is one too.
     Raises: LoweringError: an op has no place in the template; the message names it.
     """
-    if template not in TILES:
+    tiles = {**TILES, **EXPERT_TILES}
+    if template not in tiles:
         raise LoweringError(
-            f"Template `{template}` is no matmul; those are {', '.join(sorted(TILES))}."
+            f"Template `{template}` is no matmul; those are {', '.join(sorted(tiles))}."
         )
     body = op.plain
-    anchors = [inner for inner in body if inner.kind == "linear"]
+    anchors = [inner for inner in body if inner.kind in LINEARS]
     if len(anchors) != 1:
         raise LoweringError(
             f"A fused linear has one `linear` in its body; `{op.name}` has {len(anchors)}."
@@ -168,9 +182,9 @@ def lower_linear(template: str, op: Op, types: Mapping[str, TensorType]) -> Fuse
     (linear,) = anchors
     before, after = body[: body.index(linear)], body[body.index(linear) + 1 :]
     weight = types[linear.inputs[1]]
-    num_rows, num_inputs = weight.size(0), weight.size(1)
+    num_rows, num_inputs = weight.size(-2), weight.size(-1)
     names = read_template(template).identifiers
-    chain = _Chain(template, TILES[template], names, types, num_rows, num_inputs, num_rows)
+    chain = _Chain(template, tiles[template], names, types, num_rows, num_inputs, num_rows)
 
     x, prologue = linear.inputs[0], _no_prologue()
     for inner in before:
@@ -180,7 +194,14 @@ def lower_linear(template: str, op: Op, types: Mapping[str, TensorType]) -> Fuse
             raise chain.refuse(inner, "it has no prologue", "Keep the norm as a kernel of its own.")
         x, prologue = inner.inputs[0], _norm_prologue(chain, inner)
 
-    steps: list[tuple[Op, Step]] = [(linear, _bias)] if len(linear.inputs) == 3 else []
+    steps: list[tuple[Op, Step]] = []
+    if len(linear.inputs) == len(lookup(linear.kind).operands):
+        if chain.tile.combines:
+            prologue = _scaled_biases(chain, linear)
+        else:
+            steps.append((linear, _bias))
+    elif chain.tile.combines:
+        prologue = {"EXPERT_BIAS": ()}
     chain.result = linear.outputs[0]
     chain.lines += _comment(linear)
     for inner in after:
@@ -206,7 +227,10 @@ def lower_linear(template: str, op: Op, types: Mapping[str, TensorType]) -> Fuse
         operands,
         (x, linear.inputs[1], *(chain.operands[kind] for kind in operands)),
         {"N": num_rows, "K": num_inputs, "N_OUT": chain.width},
-        {**(prologue if chain.tile.has_prologue else {}), "EPILOGUE": _epilogue_lines(chain)},
+        {
+            **(prologue if chain.tile.has_prologue or chain.tile.combines else {}),
+            "EPILOGUE": _epilogue_lines(chain),
+        },
         chain.multiple,
     )
 
@@ -281,10 +305,40 @@ def _norm_prologue(chain: _Chain, op: Op) -> dict[str, tuple[str, ...]]:
 
 
 def _bias(chain: _Chain, op: Op, target: str) -> None:
-    pointer = chain.operand(op, "bias", op.inputs[2])
+    pointer = chain.operand(op, "bias", op.inputs[-1])
+    if chain.tile.of_experts:
+        pointer = f"{pointer} + expert * N"
     chain.lines += [
         f"bias = tl.load({pointer} + feature, mask=feature < N, other=0.0).to(tl.float32)",
         f"{target} = {chain.value} + bias",
+    ]
+
+
+def _scaled_biases(chain: _Chain, op: Op) -> dict[str, tuple[str, ...]]:
+    """Add the biases of a token's experts before anything else is added."""
+    pointer = chain.operand(op, "bias", op.inputs[-1])
+    return {
+        "EXPERT_BIAS": (
+            "for j in range(TOP_K):",
+            "    scale = tl.load(token_scales_ptr + j)",
+            f"    bias_ptrs = {pointer} + tl.load(token_experts_ptr + j) * N + feature",
+            "    bias = tl.load(bias_ptrs, mask=feature < N, other=0.0)  # [BLOCK_N]",
+            "    acc += scale * bias.to(tl.float32)",
+        )
+    }
+
+
+def _combine(chain: _Chain, op: Op, target: str) -> None:
+    if not chain.tile.combines:
+        raise chain.refuse(op, "it adds up rows of several tiles", "Keep it as its own kernel.")
+    chain.lines.append(f"{target} = {chain.value}")
+
+
+def _row_gate(chain: _Chain, op: Op, target: str) -> None:
+    pointer = chain.operand(op, "row_gate", op.inputs[1])
+    chain.lines += [
+        f"row_gate = tl.load({pointer} + token, mask=token < num_tokens, other=0.0)",
+        f"{target} = {chain.value} / (1.0 + tl.exp(-row_gate.to(tl.float32)))",
     ]
 
 
@@ -367,7 +421,9 @@ Step = Callable[[_Chain, Op, str], None]
 POINTWISE: dict[str, Step] = {
     "activate": _activate,
     "add": _add,
+    "combine": _combine,
     "glu": _glu,
+    "row_gate": _row_gate,
     "scale": _scale,
     "soft_cap": _soft_cap,
 }
@@ -377,7 +433,17 @@ POINTWISE: dict[str, Step] = {
 
 # What hook lines call their own temporaries; a graph's value of that name gets an underscore.
 _TEMPORARIES = {"bias", "column", "gate", "inside", "mean_square", "norm_weight", "pairs"}
-_TEMPORARIES |= {"features", "residual", "residual_ptrs", "squares", "tokens", "twice_z", "up", "y"}
+_TEMPORARIES |= {
+    "features",
+    "residual",
+    "residual_ptrs",
+    "row_gate",
+    "squares",
+    "tokens",
+    "twice_z",
+    "up",
+    "y",
+}
 
 
 def _local(chain: _Chain, op: Op) -> str:

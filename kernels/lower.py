@@ -27,14 +27,20 @@ from treadle.kernels.schedule import (
     attention_prefill_quantised_schedules,
     attention_prefill_schedules,
     attention_prefill_tma_schedules,
+    combine_schedules,
     embed_schedules,
+    expert_gemv_combine_schedules,
+    expert_gemv_schedules,
+    grouped_choices,
     matmul_choices,
     norm_schedules,
     pointwise_schedules,
     power_of_two,
     rope_attention_decode_schedules,
     rope_kv_write_schedules,
+    router_schedules,
     sample_schedules,
+    sort_schedules,
     step_schedules,
 )
 
@@ -121,8 +127,10 @@ def lower(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
     Raises: LoweringError: no template covers it; names the op and what stands in the way.
     """
     kinds = tuple(inner.kind for inner in op.plain)
-    anchors = [kind for kind in kinds if ops.lookup(kind).role == "anchor"]
-    anchor = anchors[-1] if anchors else kinds[-1]
+    # Without an anchor a kernel is made of row ops, and of what joined the last of them.
+    roles = [ops.lookup(kind).role for kind in kinds]
+    leading = [i for role in ("row", "anchor") for i, r in enumerate(roles) if r == role]
+    anchor = kinds[leading[-1]] if leading else kinds[-1]
     if anchor not in _LOWERINGS:
         raise LoweringError(
             f"No template covers `{op.name}`, of kind {anchor}.",
@@ -148,6 +156,7 @@ _EARLY_READERS: dict[str, frozenset[str]] = {
     "attention_decode": frozenset({"rope_kv_write"}),
     "rope_kv_write_quantised": frozenset(TILES),
     "attention_decode_quantised": frozenset({"rope_kv_write_quantised"}),
+    "expert_gemv_combine": frozenset({"expert_gemv"}),
     "rope_attention_decode": frozenset(TILES),
 }
 
@@ -214,6 +223,9 @@ def _cost_facts(op: Op, graph: Graph) -> tuple[str, ...]:
 
 
 def _lower_linear(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    if any(inner.kind == "route" for inner in op.plain):
+        yield from _lower_router(op, graph, where)
+        return
     linear = next(inner for inner in op.plain if inner.kind == "linear")
     weight = graph.type_of(linear.inputs[1])
     size = _leading(graph, op, linear.inputs[0])
@@ -273,6 +285,175 @@ def _split_scratch(sizes: Sizes, schedule: Schedule) -> tuple[Scratch, Scratch]:
     tiles = -(-sizes.rows // block_m) * -(-sizes.num_features // block_n)
     partials = split * tiles * block_m * block_n if split > 1 else 1
     return Scratch("partials", "f32", partials), Scratch("counters", "i32", tiles)
+
+
+# --- mixtures of experts ------------------------------------------------------------------------
+
+
+def _lower_router(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    """Lower the product that makes the logits of experts, and the choice among them."""
+    kinds = [inner.kind for inner in op.plain]
+    if kinds != ["linear", "route"]:
+        raise LoweringError(
+            f"`{op.name}`: experts are chosen in the kernel of one linear; found "
+            f"{', '.join(kinds)}.",
+            remedy="Let a linear without a norm of its own make the logits.",
+        )
+    linear, route = op.plain
+    x, weight, *bias = linear.inputs
+    correction = route.inputs[1:]
+    num_experts, num_inputs = graph.type_of(weight).size(0), graph.type_of(weight).size(1)
+    params = route.params
+    shape: dict[str, Fact] = {
+        "NUM_EXPERTS": num_experts,
+        "K": num_inputs,
+        "TOP_K": params.top_k,
+        "SCORE": params.score,
+        "NORMALISE": params.normalise,
+        "SCALING": params.scaling,
+        "NUM_GROUPS": params.num_groups,
+        "KEPT_GROUPS": params.kept_groups,
+        "GROUP_TOP": params.group_top,
+        "BIAS": bool(bias),
+        "CORRECTION": bool(correction),
+    }
+    rows = where.dims[_leading(graph, op, x)]
+    block_x = max(16, power_of_two(num_experts))
+    for schedule in router_schedules(num_experts, num_inputs, rows, where.machine):
+        split = int(schedule["SPLIT_K"])
+        scratch = (
+            Scratch("partials", "f32", split * rows * block_x if split > 1 else 1),
+            Scratch("counters", "i32", -(-rows // int(schedule["BLOCK_M"]))),
+        )
+        yield Candidate(
+            name=_kernel_name(op),
+            template="router",
+            shape=shape,
+            schedule=schedule,
+            arguments={
+                **_values(("x", "w", "experts", "scales"), (x, weight, *route.outputs)),
+                "bias": f"value:{bias[0]}" if bias else "none:",
+                "correction": f"value:{correction[0]}" if correction else "none:",
+                **{each.name: f"scratch:{each.name}" for each in scratch},
+                "num_tokens": "size:T",
+            },
+            scratch=scratch,
+        )
+
+
+def _lower_sort(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    num_experts, top_k = op.params.num_experts, graph.type_of(op.inputs[0]).size(1)
+    shape: dict[str, Fact] = {"NUM_EXPERTS": num_experts, "TOP_K": top_k}
+    num_choices = where.dims["T"] * top_k
+    for schedule in sort_schedules(num_experts, num_choices, where.machine):
+        blocks = 0 if schedule["ONE_BLOCK"] else -(-num_choices // int(schedule["BLOCK_CHOICES"]))
+        counts = Scratch("expert_counts", "i32", max(1, blocks * num_experts))
+        arguments = {
+            **_plain_arguments(op, ("order", "starts"), num_tokens="T"),
+            "counts": f"scratch:{counts.name}",
+        }
+        yield Candidate("sort_by_expert", "sort_by_expert", shape, schedule, arguments, (counts,))
+
+
+def _lower_expert_linear(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    """Lower a product of each choice by itself, or of all choices of a token, added up."""
+    linear = op.plain[0]
+    x, weight, experts, *_ = linear.inputs
+    top_k = graph.type_of(experts).size(1)
+    sizes = _expert_sizes(op, graph, where.dims["T"] * top_k)
+    combine = next((inner for inner in op.plain if inner.kind == "combine"), None)
+    facts: dict[str, Fact] = {"TOP_K": top_k}
+    values = {"x": x, "w": weight, "experts": experts}
+    if combine:
+        template, schedules = (
+            "expert_gemv_combine",
+            expert_gemv_combine_schedules(sizes, where.machine),
+        )
+        values["scales"] = combine.inputs[1]
+    else:
+        template, schedules = "expert_gemv", expert_gemv_schedules(sizes, where.machine)
+        facts["ROW_PER_CHOICE"] = _has_row_per_choice(x, experts, graph)
+    if combine and top_k > 1 and not _has_row_per_choice(x, experts, graph):
+        raise LoweringError(
+            f"`{op.name}`: results are added up where each choice has a row of its own; `{x}` has "
+            "one per token.",
+            remedy="Multiply by another weight of the experts before.",
+        )
+    choices = ((template, schedule) for schedule in schedules)
+    yield from _expert_candidates(op, graph, values, facts, choices)
+
+
+def _lower_grouped_linear(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    """Lower a product of the choices of each expert together."""
+    x, weight, order, starts, *_ = op.plain[0].inputs
+    num_choices, num_experts = graph.type_of(order).shape[0], graph.type_of(weight).size(0)
+    top_k = d.bind(num_choices, {"T": 1})
+    sizes = _expert_sizes(op, graph, d.bind(num_choices, where.dims))
+    facts: dict[str, Fact] = {
+        "NUM_EXPERTS": num_experts,
+        "TOP_K": top_k,
+        "ROW_PER_CHOICE": graph.type_of(x).shape[0] == num_choices and top_k > 1,
+    }
+    values = {"x": x, "w": weight, "order": order, "starts": starts}
+    choices = grouped_choices(sizes, num_experts, where.machine)
+    yield from _expert_candidates(op, graph, values, facts, choices)
+
+
+def _has_row_per_choice(x: str, experts: str, graph: Graph) -> bool:
+    return graph.type_of(x).shape[0] != graph.type_of(experts).shape[0]
+
+
+def _expert_sizes(op: Op, graph: Graph, rows: int) -> Sizes:
+    weight = graph.type_of(op.plain[0].inputs[1])
+    glu = next((inner for inner in op.plain if inner.kind == "glu"), None)
+    return Sizes(
+        rows=rows,
+        num_features=weight.size(1),
+        num_inputs=weight.size(2),
+        feature_multiple=2 * glu.params.interleave if glu else 1,
+        element_bytes=DTYPE_BYTES[weight.dtype],
+    )
+
+
+def _expert_candidates(
+    op: Op,
+    graph: Graph,
+    values: Mapping[str, str],
+    facts: Mapping[str, Fact],
+    choices: Iterator[tuple[str, Schedule]],
+) -> Iterator[Candidate]:
+    for template, schedule in choices:
+        fused = lower_linear(template, op, graph.types)
+        yield Candidate(
+            name=_kernel_name(op),
+            template=template,
+            shape={**fused.shape, **facts},
+            schedule=schedule,
+            arguments={
+                **_values(tuple(values), tuple(values.values())),
+                **_values(fused.operands, fused.inputs[2:]),
+                "y": f"value:{op.outputs[0]}",
+                "num_tokens": "size:T",
+            },
+            hooks=fused.hooks,
+            operands=fused.operands,
+        )
+
+
+def _lower_combine(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    """Lower the sum over a token's experts, and the residual that is added to it."""
+    combine, *adds = op.plain
+    rows, scales = combine.inputs
+    width, top_k = graph.type_of(rows).size(1), graph.type_of(scales).size(1)
+    residual = [name for add in adds for name in add.inputs if name != combine.outputs[0]]
+    shape: dict[str, Fact] = {"WIDTH": width, "TOP_K": top_k, "ADD_RESIDUAL": bool(residual)}
+    arguments = {
+        **_values(("rows", "scales", "y"), (rows, scales, op.outputs[0])),
+        "residual": f"value:{residual[0]}" if residual else "none:",
+        "num_tokens": "size:T",
+    }
+    for schedule in combine_schedules(width, where.dims["T"], where.machine):
+        yield Candidate(_kernel_name(op), "combine", shape, schedule, arguments)
 
 
 # --- attention ----------------------------------------------------------------------------------
@@ -806,6 +987,10 @@ def _lower_resolve(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate
 
 _LOWERINGS: dict[str, Callable[[Op, Graph, Situation], Iterator[Candidate]]] = {
     "linear": _lower_linear,
+    "expert_linear": _lower_expert_linear,
+    "grouped_linear": _lower_grouped_linear,
+    "sort_by_expert": _lower_sort,
+    "combine": _lower_combine,
     "attention": _lower_attention,
     "kv_write": _lower_append,
     "rms_norm": _lower_norm,

@@ -56,21 +56,21 @@ class Layer:
 
     def norm(self, x: Value, module: str) -> Value:
         """Normalise by the weight of `module`, `input_layernorm` for example."""
-        b, at, eps = self.b, f"{self._at}.{module}", self.config.norm_eps
+        b, at, eps = self.b, f"{self.at}.{module}", self.config.norm_eps
         return _norm(b, x, at, f"layers.{self.index}.{module}", self.norm_style, eps, name=module)
 
     def head_norm(self, x: Value, module: str) -> Value:
         """Normalise each head by the weight of `module`, `self_attn.q_norm` for example."""
         name = module.rpartition(".")[2]
         weight = self.b.weight(
-            f"layers.{self.index}.{name}", f"{self._at}.{module}.weight", self.config.head_dim
+            f"layers.{self.index}.{name}", f"{self.at}.{module}.weight", self.config.head_dim
         )
         style, eps = self.norm_style, self.config.norm_eps
         return self.b.head_norm(x, weight, eps=eps, offset=style.offset, name=name)
 
     def section_norm(self, x: Value, name: str, modules: Mapping[str, int]) -> Value:
         """Normalise the first sections of rows by the weights of `modules`; numbers are widths."""
-        weights = {f"{self._at}.{module}.weight": size for module, size in modules.items()}
+        weights = {f"{self.at}.{module}.weight": size for module, size in modules.items()}
         weight = self.b.weight(f"layers.{self.index}.{name}", weights)
         sizes, style = tuple(modules.values()), self.norm_style
         return self.b.section_norm(
@@ -86,22 +86,43 @@ class Layer:
         bias: bool,
         sections: tuple[int, ...] = (),
         groups: int = 1,
+        out_dtype: str = "",
     ) -> Value:
         """Multiply by the weights of `modules`, joined in order; the numbers are their rows.
 
         With `groups` a module's rows come group by group, each with its share of every section.
         """
-        weights = {f"{self._at}.{module}.weight": rows for module, rows in modules.items()}
-        biases = {f"{self._at}.{module}.bias": rows for module, rows in modules.items()}
+        weights = {f"{self.at}.{module}.weight": rows for module, rows in modules.items()}
+        biases = {f"{self.at}.{module}.bias": rows for module, rows in modules.items()}
         label = f"layers.{self.index}.{name}"
         weight = self.b.weight(label, weights, x.type.size(-1), sections=sections, groups=groups)
         bias_value = None
         if bias:
             bias_value = self.b.weight(f"{label}_bias", biases, sections=sections, groups=groups)
-        return self.b.linear(x, weight, bias_value, name=name)
+        return self.b.linear(x, weight, bias_value, out_dtype=out_dtype, name=name)
+
+    def expert_weight(
+        self, name: str, modules: Mapping[str, int], num_inputs: int, *, joined: str
+    ) -> Value:
+        """Declare a weight of every expert: `modules` of each, or one tensor `joined` of all."""
+        assert self.config.experts is not None, "a config without experts has no such layer"
+        return self.b.weight(
+            f"layers.{self.index}.{name}",
+            {f"{self.at}.{module}.weight": rows for module, rows in modules.items()},
+            num_inputs,
+            stack=self.config.experts.num_experts,
+            fallback=f"{self.at}.{joined}",
+        )
 
     @property
-    def _at(self) -> str:
+    def has_experts(self) -> bool:
+        """Whether this layer has a mixture of experts, and no plain feed-forward."""
+        experts = self.config.experts
+        return experts is not None and self.index not in experts.dense_layers
+
+    @property
+    def at(self) -> str:
+        """What the checkpoint's names of this layer begin with."""
         return f"{self.names.layers}.{self.index}"
 
 
@@ -230,16 +251,114 @@ def gated_mlp(
     *,
     modules: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj"),
     output: str = "mlp.down_proj",
+    size: int = 0,
+    prefix: str = "",
 ) -> Value:
     """Project up twice, gate one half by the other's activation, and project down.
 
-    `modules` are those of gate and up, or the one that holds both.
+    `modules` are those of gate and up, or the one that holds both; `size` is their width where it
+    is not the config's. The graph's names begin with `prefix`.
     """
     config = layer.config
-    rows = _rows_of(modules, (config.intermediate_size, config.intermediate_size))
-    gate_up = layer.project(x, "gate_up", rows, bias=config.mlp_bias)
-    gated = layer.b.glu(gate_up, act=config.hidden_act, name="gated")
-    return layer.project(gated, "down", {output: config.hidden_size}, bias=config.mlp_bias)
+    size = size or config.intermediate_size
+    gate_up = layer.project(
+        x, f"{prefix}gate_up", _rows_of(modules, (size, size)), bias=config.mlp_bias
+    )
+    gated = layer.b.glu(gate_up, act=config.hidden_act, name=f"{prefix}gated")
+    rows = {output: config.hidden_size}
+    return layer.project(gated, f"{prefix}down", rows, bias=config.mlp_bias)
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Say what a checkpoint calls the parts of a mixture of experts, within a layer.
+
+    `{}` stands for an expert's number; `joined_gate_up` and `joined_down` are tensors that hold all
+    experts as one, for checkpoints that have those instead.
+    """
+
+    router: str = "mlp.gate"
+    gate: str = "mlp.experts.{}.gate_proj"
+    up: str = "mlp.experts.{}.up_proj"
+    down: str = "mlp.experts.{}.down_proj"
+    joined_gate_up: str = "mlp.experts.gate_up_proj"
+    joined_down: str = "mlp.experts.down_proj"
+    shared: str = "mlp.shared_expert"
+
+
+EXPERT_NAMES = ExpertNames()
+
+
+def add_experts(
+    layer: Layer, x: Value, normed: Value, *, names: ExpertNames = EXPERT_NAMES
+) -> Value:
+    """Add to the stream `x` what the experts make of the `normed` one.
+
+    Each token passes the best of them, scaled, and the shared one if there is one.
+    """
+    b, experts = layer.b, layer.config.experts
+    assert experts is not None, "a config without experts has no such layer"
+    chosen, scales = _route(layer, normed, names)
+    if experts.shared_size:
+        shared = _shared_expert(layer, normed, names)
+        x = b.add(x, shared, name="after_shared")
+    size, hidden = experts.intermediate_size, layer.config.hidden_size
+    gate_up = layer.expert_weight(
+        "experts_gate_up",
+        {names.gate: size, names.up: size},
+        hidden,
+        joined=names.joined_gate_up,
+    )
+    up = b.expert_linear(normed, gate_up, chosen, name="experts_gate_up")
+    gated = b.glu(up, act=layer.config.hidden_act, name="experts_gated")
+    down = layer.expert_weight("experts_down", {names.down: hidden}, size, joined=names.joined_down)
+    results = b.expert_linear(gated, down, chosen, name="experts_down")
+    return b.add(x, b.combine(results, scales, name="routed"), name="after_mlp")
+
+
+def _route(layer: Layer, normed: Value, names: ExpertNames) -> tuple[Value, Value]:
+    b, experts = layer.b, layer.config.experts
+    assert experts is not None, "a config without experts has no such layer"
+    router = {names.router: experts.num_experts}
+    logits = layer.project(normed, "router", router, bias=False, out_dtype="f32")
+    correction = None
+    if experts.has_correction:
+        correction = b.weight(
+            f"layers.{layer.index}.correction",
+            f"{layer.at}.{names.router}.e_score_correction_bias",
+            experts.num_experts,
+            dtype="f32",
+        )
+    return b.route(
+        logits,
+        correction,
+        top_k=experts.top_k,
+        score=experts.score,
+        normalise=experts.normalise,
+        scaling=experts.scaling,
+        num_groups=experts.num_groups,
+        kept_groups=experts.kept_groups,
+        group_top=experts.group_top,
+        name="experts scales",
+    )
+
+
+def _shared_expert(layer: Layer, normed: Value, names: ExpertNames) -> Value:
+    """Let every token pass one more expert, its result scaled by a gate where it has one."""
+    experts, module = layer.config.experts, names.shared
+    assert experts is not None, "a config without experts has no such layer"
+    shared = gated_mlp(
+        layer,
+        normed,
+        modules=(f"{module}.gate_proj", f"{module}.up_proj"),
+        output=f"{module}.down_proj",
+        size=experts.shared_size,
+        prefix="shared_",
+    )
+    if not experts.has_shared_gate:
+        return shared
+    gate = layer.project(normed, "shared_gate", {f"{module}_gate": 1}, bias=False)
+    return layer.b.row_gate(shared, gate, name="shared")
 
 
 def mlp(layer: Layer, x: Value, *, module: str, output: str) -> Value:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from treadle.ir.errors import SpecError
 from treadle.models.defaults import BIAS_KEYS, DEFAULTS, LLAMA_BIASES, Defaults
+from treadle.models.experts import EXPERTS, ExpertsConfig, read_experts
 from treadle.models.rope import ROPE_KINDS, RopeConfig
 
 DTYPES: tuple[str, ...] = ("bfloat16", "float16", "float32")
@@ -29,7 +30,9 @@ class ModelConfig:
     `logit_scale` the logits; `attention_cap` and `logit_cap` bend scores and logits, where they are
     not 0. `sliding_layers` are those whose attention has the window, and whose RoPE is `local_rope`
     where there is one. `parallel_residual` says that attention and feed-forward of a layer
-    read the same stream.
+    read the same stream. `has_head_norms` says that the heads of q and k are normalised, where the
+    config decides it. `experts` is what there is in place of a feed-forward, None where there is no
+    mixture.
     `unknown_keys` are the config's keys that nobody reads and nobody listed as harmless; they are
     for display.
     """
@@ -64,6 +67,8 @@ class ModelConfig:
     logit_scale: float = 1.0
     attention_cap: float = 0.0
     logit_cap: float = 0.0
+    has_head_norms: bool = False
+    experts: ExpertsConfig | None = None
     unknown_keys: tuple[str, ...] = ()
 
     def window_of(self, layer: int) -> int:
@@ -119,10 +124,12 @@ _IGNORED: frozenset[str] = frozenset({
     "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "hidden_dropout",
     "id2label", "initializer_range", "is_decoder", "is_llama_config", "label2id", "length_penalty",
     "max_length", "max_window_layers", "min_length", "no_repeat_ngram_size", "num_beam_groups",
-    "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states",
+    "num_beams", "num_mtp_layers", "num_nextn_predict_layers", "num_return_sequences",
+    "output_attentions", "output_hidden_states",
     "output_router_logits", "output_scores", "pad_token_id", "prefix", "problem_type",
     "remove_invalid_values", "repetition_penalty", "resid_pdrop", "residual_dropout", "return_dict",
-    "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params",
+    "return_dict_in_generate", "router_aux_loss_coef", "router_jitter_noise", "sep_token_id",
+    "suppress_tokens", "task_specific_params",
     "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torchscript",
     "transformers.js_config", "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed",
     "unsloth_version", "use_bfloat16", "use_cache", "use_flash_attn", "vocab_file",
@@ -193,7 +200,11 @@ def from_hf(config: Mapping[str, object]) -> ModelConfig:
     biased = _read_biases(reader, architecture, defaults)
     window = _read_sliding_window(reader, max_positions, defaults)
     sliding = _read_sliding_layers(reader, num_layers, defaults)
-    _check_only_neutral(reader, defaults)
+    has_head_norms = False
+    if defaults is not None and defaults.has_head_norms_key:
+        has_head_norms = reader.boolean("use_qk_norm", False)
+    _check_only_neutral(reader, architecture, defaults)
+    intermediate_size = reader.positive_int("intermediate_size")
     keeps_kinds = defaults and (defaults.rotates_in_windows_only or defaults.local_rope_theta)
     if window is None and not keeps_kinds:
         sliding = ()  # no layer differs from another
@@ -207,7 +218,7 @@ def from_hf(config: Mapping[str, object]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=reader.positive_int("intermediate_size"),
+        intermediate_size=intermediate_size,
         norm_eps=reader.positive_number(
             defaults.norm_eps_key if defaults else "rms_norm_eps",
             defaults.norm_eps if defaults else None,
@@ -230,6 +241,8 @@ def from_hf(config: Mapping[str, object]) -> ModelConfig:
         sliding_layers=sliding,
         local_rope=local[0] if local else None,
         no_rope_layers=_read_no_rope_layers(reader, num_layers, sliding, defaults),
+        has_head_norms=has_head_norms,
+        experts=read_experts(reader, architecture, num_layers, intermediate_size),
         parallel_residual=_read_parallel_residual(reader, defaults),
         **{"attention_scale": head_dim**-0.5, **_read_scales(reader, defaults)},
     )
@@ -239,6 +252,17 @@ def from_hf(config: Mapping[str, object]) -> ModelConfig:
 def architecture_of(config: Mapping[str, object]) -> str:
     """Read the architecture's name only. Raises: SpecError: there is none, or two disagree."""
     return _read_architecture(_Reader(config))
+
+
+def unused_layers(config: Mapping[str, object]) -> tuple[str, ...]:
+    """Give the beginnings of tensors' names that a checkpoint may hold and no spec needs.
+
+    They are of layers behind the last one, trained to draft several tokens at once.
+    """
+    first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    if not isinstance(first, int) or not isinstance(count, int):
+        return ()
+    return tuple(f"model.layers.{first + index}." for index in range(count))
 
 
 class _Reader:
@@ -344,10 +368,13 @@ def _read_head_dim(
     return hidden_size // num_heads
 
 
-def _check_only_neutral(reader: _Reader, defaults: Defaults | None) -> None:
+def _check_only_neutral(reader: _Reader, architecture: str, defaults: Defaults | None) -> None:
     heeded: tuple[str, ...] = ()
+    if architecture in EXPERTS:
+        heeded = EXPERTS[architecture].count_keys
     if defaults:
-        heeded = (*defaults.unheeded_keys, *defaults.scales)
+        heeded += (*defaults.unheeded_keys, *defaults.scales)
+        heeded += ("use_qk_norm",) if defaults.has_head_norms_key else ()
         heeded += ("use_parallel_residual",) if defaults.parallel_residual is not None else ()
     for key, accepted in _ONLY_NEUTRAL.items():
         value = reader.get(key)

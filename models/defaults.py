@@ -40,6 +40,7 @@ class Defaults:
     scales: Mapping[str, float | None] = field(default_factory=dict)
     rope_theta: float = 10000.0
     partial_rotary_factor: float = 1.0
+    has_head_norms_key: bool = False  # whether `use_qk_norm` has a meaning
     parallel_residual: bool | None = None  # None: no key decides it
     tie_word_embeddings: bool = False
     bos_token_id: int | None = 1
@@ -289,6 +290,49 @@ DEFAULTS: dict[str, Defaults] = {
         local_rope_theta=500000.0,
         bos_token_id=None,
         eos_token_id=50279,
+    ),
+    "MixtralForCausalLM": Defaults(
+        "mixtral",
+        131072,
+        num_kv_heads=8,
+        has_window=True,
+        norm_eps=1e-5,
+        rope_theta=1e6,
+    ),
+    "Qwen2MoeForCausalLM": Defaults(
+        "qwen2_moe",
+        32768,
+        num_kv_heads=16,
+        has_window=True,
+        sliding_window=4096,
+        full_layers_first=28,
+        use_sliding_window=False,
+        biases={"qkv_bias": "qkv"},
+        biases_on=("qkv_bias",),
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+    "Qwen3MoeForCausalLM": Defaults(
+        "qwen3_moe",
+        32768,
+        num_kv_heads=4,
+        has_window=True,
+        sliding_window=4096,
+        use_sliding_window=False,
+        biases=ATTENTION_BIAS,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+    "Glm4MoeForCausalLM": Defaults(
+        "glm4_moe",
+        131072,
+        num_kv_heads=8,
+        biases={"attention_bias": "qkv"},
+        has_head_norms_key=True,
+        norm_eps=1e-5,
+        partial_rotary_factor=0.5,
+        bos_token_id=None,
+        eos_token_id=None,
     ),
 }
 BIAS_KEYS: tuple[str, ...] = tuple(

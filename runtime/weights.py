@@ -7,13 +7,14 @@ Called by the engine and by `verify`; must not know any model.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
 from treadle.ir.errors import CheckpointError
 from treadle.ir.graph import RopeTable, Weight
 from treadle.kernels.dtypes import TORCH_DTYPES
+from treadle.models.config import unused_layers
 from treadle.runtime.checkpoint import Checkpoint
 from treadle.runtime.upload import Uploader
 
@@ -44,39 +45,26 @@ def check_names(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
     asked: set[str] = set()
     missing: list[str] = []
     for weight in weights:
-        for part, rows in zip(weight.parts, weight.part_rows, strict=True):
-            asked |= {part, weight.fallback or part}
-            source = part if part in present else weight.fallback
-            if source not in present:
-                missing.append(part)
-                continue
-            expected = (rows, *weight.type.bound_shape({})[1:])
-            found = checkpoint.shape(source)
-            if tuple(found) != expected:
-                raise CheckpointError(
-                    f"`{source}` should be {list(expected)} by the model's config, but "
-                    f"{checkpoint.path} holds {list(found)}.",
-                    remedy="The config belongs to another checkpoint, or the file was converted "
-                    "wrongly.",
-                )
-            stored = checkpoint.dtype(source)
-            if stored not in STORED_DTYPES:
-                raise CheckpointError(
-                    f"`{source}` in {checkpoint.path} should hold floating-point numbers of 16 "
-                    f"bits or more, but holds {str(stored).removeprefix('torch.')}.",
-                    remedy="Quantised safetensors are not supported: take the original checkpoint, "
-                    "or a GGUF file of the model.",
-                )
+        for source, shape in _sources(weight, present).items():
+            asked.add(source)
+            if source in present:
+                _check_tensor(checkpoint, source, shape)
+            else:
+                missing.append(source)
+        if not weight.stack:
+            asked.add(weight.fallback)  # a head may be stored beside the embedding it is tied to
     if missing:
         raise CheckpointError(
             f"{checkpoint.path} lacks {len(missing)} tensors that the model needs: "
             f"{_some(missing)}.",
             remedy="The download is incomplete, or config.json describes another model.",
         )
+    unused = unused_layers(checkpoint.config)
     extras = [
         name
         for name in sorted(present - asked)
         if not any(pattern.fullmatch(name) for pattern in KNOWN_EXTRAS)
+        and not name.startswith(unused)
     ]
     if extras:
         raise CheckpointError(
@@ -84,6 +72,41 @@ def check_names(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
             f"{_some(extras)}.",
             remedy="A spec that ignored them would answer wrongly: check the config's layer count, "
             "biases and `tie_word_embeddings`.",
+        )
+
+
+def _sources(weight: Weight, present: frozenset[str]) -> dict[str, tuple[int, ...]]:
+    """Give the tensors that make up a weight, and their shapes: parts, or the fallback for them."""
+    if weight.rope:
+        return {}
+    whole = weight.type.bound_shape({})
+    inner = whole[2:] if weight.stack else whole[1:]
+    experts = range(max(weight.stack, 1))
+    parts = {
+        name: (rows, *inner)
+        for expert in experts
+        for name, rows in zip(weight.names_of(expert), weight.part_rows, strict=True)
+    }
+    if weight.fallback in present and not any(name in present for name in parts):
+        return {weight.fallback: whole}
+    return parts
+
+
+def _check_tensor(checkpoint: Checkpoint, name: str, expected: tuple[int, ...]) -> None:
+    found = checkpoint.shape(name)
+    if tuple(found) != expected:
+        raise CheckpointError(
+            f"`{name}` should be {list(expected)} by the model's config, but {checkpoint.path} "
+            f"holds {list(found)}.",
+            remedy="The config belongs to another checkpoint, or the file was converted wrongly.",
+        )
+    stored = checkpoint.dtype(name)
+    if stored not in STORED_DTYPES:
+        raise CheckpointError(
+            f"`{name}` in {checkpoint.path} should hold floating-point numbers of 16 bits or more, "
+            f"but holds {str(stored).removeprefix('torch.')}.",
+            remedy="Quantised safetensors are not supported: take the original checkpoint, or a "
+            "GGUF file of the model.",
         )
 
 
@@ -115,17 +138,18 @@ def load_weights(
     names = [name for sources, _, _ in by_key for name in sources]
     finite: list[tuple[str, torch.dtype, torch.Tensor]] = []
     with Uploader(checkpoint, device, names, ahead=device.type == "cuda") as uploader:
-        for (sources, order, dtype), same in by_key.items():
-            parts = [uploader.take(name).to(dtype) for name in sources]
+
+        def take(name: str, dtype: torch.dtype) -> torch.Tensor:
+            part = uploader.take(name).to(dtype)
             # Looked at when all are there: each look would wait for the device.
-            finite += [
-                (name, dtype, torch.isfinite(part).all())
-                for name, part in zip(sources, parts, strict=True)
-            ]
-            interleave, sections, groups, rope_pairs = order
-            parts = [sort_sections(part, sections, groups) for part in parts]
-            loaded = pair_halves(arrange(parts, interleave), rope_pairs)
-            result |= {weight.name: loaded for weight in same}
+            finite.append((name, dtype, torch.isfinite(part).all()))
+            return part
+
+        for (sources, _, dtype), same in by_key.items():
+            parts = (take(name, dtype) for name in sources)
+            is_joined = sources == (same[0].fallback,)
+            loaded = _assemble(same[0], parts, device, is_joined=is_joined)
+            result |= {each.name: loaded for each in same}
     for name, dtype, is_finite in finite:
         if not bool(is_finite):
             raise CheckpointError(
@@ -135,13 +159,34 @@ def load_weights(
     return result
 
 
+def _assemble(
+    weight: Weight, parts: Iterator[torch.Tensor], device: torch.device, *, is_joined: bool
+) -> torch.Tensor:
+    """Arrange a weight's tensors as they come; those of experts go to their places one by one.
+
+    `is_joined` says that all experts are in one tensor.
+    """
+    if not weight.stack:
+        sorted_parts = [sort_sections(part, weight.sections, weight.groups) for part in parts]
+        return pair_halves(arrange(sorted_parts, weight.interleave), weight.rope_pairs)
+    dtype = TORCH_DTYPES[weight.type.dtype]
+    stacked = torch.empty(weight.type.bound_shape({}), dtype=dtype, device=device)
+    if is_joined:
+        experts: Iterable[list[torch.Tensor]] = ([one] for one in next(parts))
+    else:
+        experts = ([next(parts) for _ in weight.parts] for _ in range(weight.stack))
+    for expert, own in enumerate(experts):
+        stacked[expert] = arrange(own, weight.interleave)
+    return stacked
+
+
 def _choose_sources(
     weight: Weight, checkpoint: Checkpoint, warn: Callable[[str], None]
 ) -> tuple[str, ...]:
     """Give the tensors to load: the parts, or the fallback where they are absent or the same."""
     present = checkpoint.names()
-    if weight.fallback not in present:
-        return weight.parts
+    if weight.stack or weight.fallback not in present:
+        return tuple(_sources(weight, present))
     (part,) = weight.parts
     if part not in present:
         return (weight.fallback,)

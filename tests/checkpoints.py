@@ -271,6 +271,9 @@ def _randomise(model: Any, seed: int, std: float) -> None:
             values = torch.randn(parameter.shape, generator=generator)
             is_norm = "norm" in name
             parameter.copy_(1 + 0.1 * values if is_norm else std * values)
+        for name, buffer in sorted(model.named_buffers()):
+            if name in model.state_dict():  # one that is saved: a correction, for example
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
 
 
 def split_into_shards(path: Path, shards: int) -> None:

@@ -94,14 +94,17 @@ def test_an_op_is_lowered_alone_or_inside_a_fused_one(kind: str) -> None:
 # How each op becomes a kernel: `alone`, or fused behind (or before) one of the ops named.
 HOW = {
     "activate": "linear",
-    "add": "linear rms_norm",
+    "add": "linear rms_norm combine",
     "adjust_logits": "alone",
     "advance": "alone",
     "attention": "alone",
+    "combine": "add",
     "count_tokens": "alone",
     "embed": "alone",
+    "expert_linear": "glu combine",
     "gather_rows": "rms_norm layer_norm",
-    "glu": "linear",
+    "glu": "linear expert_linear grouped_linear",
+    "grouped_linear": "alone",
     "head_norm": "kv_write",
     "kv_write": "split",
     "layer_norm": "alone",
@@ -109,10 +112,13 @@ HOW = {
     "resolve_tokens": "alone",
     "rms_norm": "alone",
     "rope": "kv_write",
+    "route": "linear",
+    "row_gate": "linear",
     "sample": "alone",
     "scale": "linear",
     "section_norm": "alone",
     "soft_cap": "linear",
+    "sort_by_expert": "alone",
     "split": "kv_write",
 }
 

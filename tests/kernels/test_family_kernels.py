@@ -48,6 +48,31 @@ CHANGES: dict[str, dict[str, object]] = {
         "model_type": "starcoder2",
         "hidden_act": "gelu_pytorch_tanh",
     },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 128,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "head_dim": 128,
+    },
+    "qwen2_moe": {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"},
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "head_dim": 128,
+        "num_hidden_layers": 3,
+    },
+}
+# Families whose kernels are those of another one, and perhaps more: only those are theirs.
+LIKE = {
+    "qwen3_moe": "qwen3",
+    "mixtral": "qwen3_moe",
+    "qwen2_moe": "qwen3_moe",
+    "glm4_moe": "qwen3_moe",
 }
 
 
@@ -66,10 +91,11 @@ def kinds_of(plan: Plan) -> dict[str, str]:
     return modules
 
 
-def own_kernels(plan: Plan, machine: str) -> dict[str, str]:
-    """Give the modules of the kernels that Llama doesn't have."""
-    llamas = kinds_of(plan_of(machine)[0])
-    return {name: module for name, module in kinds_of(plan).items() if name not in llamas}
+def own_kernels(plan: Plan, machine: str, family: str) -> dict[str, str]:
+    """Give the modules of the kernels that neither Llama has nor the family that it is like."""
+    like = CHANGES[LIKE[family]] if family in LIKE else {}
+    known = {*kinds_of(plan_of(machine)[0]), *kinds_of(plan_of(machine, **like)[0])}
+    return {name: module for name, module in kinds_of(plan).items() if name not in known}
 
 
 @pytest.mark.parametrize("family", CHANGES)
@@ -77,7 +103,7 @@ def test_each_kernel_that_llama_lacks_is_as_its_golden(
     golden: Callable[[str], Golden], family: str
 ) -> None:
     plan, _ = plan_of("sm_90", **CHANGES[family])
-    own = own_kernels(plan, "sm_90")
+    own = own_kernels(plan, "sm_90", family)
     for name, module in own.items():
         assert plan.modules[module] == golden(f"triton/{family}/{name}.py"), name
     folder = golden(f"triton/{family}/any").path.parent
@@ -95,7 +121,7 @@ def test_each_kernel_that_llama_lacks_compiles_and_uses_what_is_recorded(
         plan, compilation = plan_of(machine, **CHANGES[family])
         (tmp_path / machine).mkdir()
         plan.write(tmp_path / machine)
-        own = {module: name for name, module in own_kernels(plan, machine).items()}
+        own = {module: name for name, module in own_kernels(plan, machine, family).items()}
         folder = tmp_path / machine / "kernels"
         jobs = jobs_of(plan, compilation.fused, ENGINE, folder, machine)
         wanted = [job for job in jobs if Path(job.path).stem in own]

@@ -1,0 +1,36 @@
+"""The Qwen3 mixtures of experts: Qwen3's attention, and experts in place of the feed-forward.
+
+Some layers may keep a plain feed-forward, as the config says.
+"""
+
+from __future__ import annotations
+
+from treadle.ir.builder import GraphBuilder
+from treadle.ir.graph import Graph, Value
+from treadle.models.blocks import (
+    Layer,
+    add_experts,
+    decoder,
+    gated_mlp,
+    rope_table,
+    rotary_attention,
+)
+from treadle.models.config import ModelConfig
+
+ARCHITECTURES = ("Qwen3MoeForCausalLM",)
+
+
+def build(config: ModelConfig, b: GraphBuilder) -> Graph:
+    """Describe one step of the model."""
+    table = rope_table(b, config)
+
+    def block(layer: Layer, x: Value) -> Value:
+        normed = layer.norm(x, "input_layernorm")
+        attended = rotary_attention(layer, normed, table, has_head_norms=True)
+        x = b.add(x, attended, name="after_attention")
+        normed = layer.norm(x, "post_attention_layernorm")
+        if layer.has_experts:
+            return add_experts(layer, x, normed)
+        return b.add(x, gated_mlp(layer, normed), name="after_mlp")
+
+    return decoder(b, config, block)
