@@ -600,7 +600,7 @@ def _expert_bytes(
     tokens = dims["T"]
     touched = expected_experts(weight.size(0), choices, tokens)
     each = weight.num_bytes(dims) // weight.size(0)
-    ids = DTYPE_BYTES["i32"] * choices * tokens
+    ids = TensorType((choices,), "i32").num_bytes(dims) * tokens
     moved = x.num_bytes(dims) + sum(type_.num_bytes(dims) for type_ in outputs)
     return round(touched * each) + ids + moved
 
