@@ -467,7 +467,11 @@ def verified_section() -> list[str]:
     rows = [
         ("verified against", f"transformers {pin.partition('==')[2]}, eager, in float32"),
         ("targets", "`reference` and `interpret` in every family's tests; `cuda` from one source"),
-        ("KV cache", "the model's dtype: bf16, fp16 or fp32"),
+        (
+            "KV cache",
+            "the model's dtype: bf16, fp16 or fp32; [int8, int4 and fp8](kv-cache.md) where "
+            "attention has no window and no cap",
+        ),
         ("quantised weights", "none are computed with; those of GGUF files are widened"),
     ]
     return table("of every family | ", rows)
