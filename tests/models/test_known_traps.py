@@ -166,7 +166,7 @@ def test_an_unknown_rope_type_is_never_plain_rope(tmp_path: Path) -> None:
 SHAPES = [
     *((64, 2, 1, head_dim) for head_dim in (40, 80, 96, 112, 160, 192, 256)),
     (64, 4, 4, 32),
-    (64, 14, 2, 16),
+    (112, 14, 2, 16),
     (72, 9, 1, 8),
     (96, 12, 4, 8),
     (64, 4, 1, 16),
