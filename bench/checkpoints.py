@@ -55,6 +55,8 @@ def write_checkpoint(name: str, folder: Path, num_layers: int = 0) -> Path:
     for weight in graph.weights:
         if weight.fallback == "model.embed_tokens.weight" and values.get("tie_word_embeddings"):
             continue  # the head is the embedding
+        if weight.rope:
+            continue  # a table that no checkpoint has
         inner = weight.type.bound_shape({})[2 if weight.stack else 1 :]
         for expert in range(max(weight.stack, 1)):
             for part, rows in zip(weight.names_of(expert), weight.part_rows, strict=True):

@@ -1,4 +1,4 @@
-"""Clients that people use, against a live server. The heavy ones are in the extra `clients`."""
+"""Clients that people use, against a live server. The heavy ones are not installed here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .live import LiveServer
 from .test_tools import CALL, TEMPLATE, TOOL
 
 pytestmark = pytest.mark.slow
-REASON = "not installed: pip install 'treadle[clients]'"
+REASON = "not installed: pip install litellm langchain-openai 'lm-eval[api]'"
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@
 constant.
 
 Covers:
-  unscaled_logits: f32[B, 128256] = linear(normed, @lm_head; out_dtype='f32')
-  logits: f32[B, 128256] = scale(unscaled_logits; factor=0.125)
+  raw_logits: f32[B, 128256] = linear(normed, @lm_head; out_dtype='f32')
+  logits: f32[B, 128256] = scale(raw_logits; factor=0.125)
 
 Must move 525,336,576 bytes and 517,120 per token; must compute 525,464,832 operations per token.
 
@@ -72,8 +72,8 @@ def linear__scale(
     for m in tl.static_range(ROWS):
         token = first_token + m
         acc = tl.sum(accs[m], axis=1)  # [BLOCK_N]
-        # unscaled_logits = linear(normed, lm_head, out_dtype='f32')
-        # logits = scale(unscaled_logits, factor=0.125)
+        # raw_logits = linear(normed, lm_head, out_dtype='f32')
+        # logits = scale(raw_logits, factor=0.125)
         y = acc * 0.125
         column = feature
         y = y.to(y_ptr.dtype.element_ty)
