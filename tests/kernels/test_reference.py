@@ -25,7 +25,10 @@ def int32(*values: int) -> torch.Tensor:
 
 
 def assert_rounded(
-    actual: torch.Tensor, exact: torch.Tensor, size: float | None = None, slack: float = 1e-7
+    actual: torch.Tensor,
+    exact: torch.Tensor,
+    size: float | None = None,
+    slack: float | torch.Tensor = 1e-7,
 ) -> None:
     """Check that `actual` is the fp64 `exact`, rounded once to its dtype.
 
@@ -33,10 +36,20 @@ def assert_rounded(
     """
     bound = ROUNDING[actual.dtype] * (exact.abs() if size is None else exact.abs().clamp(min=size))
     error = (actual.double() - exact).abs()
-    worst = int((error - bound).argmax())
+    worst = int((error - bound - slack).argmax())
     assert (error <= bound + slack).all(), (
         f"element {worst}: {actual.flatten()[worst]} should be {exact.flatten()[worst]}"
     )
+
+
+def sum_slack(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What fp32 sums of `x @ weight.T` may be off, whatever their order: `[rows, columns]`, fp64.
+
+    sqrt(n) u sum |x w|: Higham and Mary, "A new approach to probabilistic rounding error analysis"
+    (2019); at a hundred times below a rounding to bf16 it still shows one.
+    """
+    terms = x.shape[1]
+    return terms**0.5 * 2**-24 * (x.double().abs() @ weight.double().abs().T)
 
 
 # --- rows ---------------------------------------------------------------------------------------
@@ -78,7 +91,7 @@ def test_linear_rounds_once(
     y = reference.linear(x, weight, bias, out_dtype=out_dtype)
     exact = x.double() @ weight.double().T + (bias.double() if has_bias else 0.0)
     assert y.dtype == (out_dtype or dtype)
-    assert_rounded(y, exact, size=24.0)
+    assert_rounded(y, exact, size=24.0, slack=sum_slack(x, weight))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 33])
@@ -96,10 +109,7 @@ def test_packed_weight_multiplies_like_the_plain_one(
     y = reference.linear(x, reference.pack_weight(weight), bias, out_dtype=out_dtype)
     exact = x.double() @ weight.double().T + bias.double()
     assert y.dtype == out_dtype
-    if weight_dtype == torch.bfloat16 and out_dtype == torch.float32:
-        assert ((y.double() - exact).abs() < exact.abs().clamp(min=24.0) * 2**-16).all()
-    else:
-        assert_rounded(y, exact, size=24.0)
+    assert_rounded(y, exact, size=24.0, slack=sum_slack(x, weight))
 
 
 def test_packing_a_dtype_that_onednn_does_not_multiply_is_refused() -> None:
