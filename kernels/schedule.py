@@ -512,21 +512,12 @@ def attention_decode_schedules(
                 yield _attention_decode(block_tokens, number, 128, warps, stages, use_pdl=use_pdl)
     use_pdl = machine in HAS_TMA
     if use_pdl:
-        # The weights that the next kernel fetches early come after this one's keys and values, and
-        # these are on their way into L2 while the kernel before still runs.
+        # The weights that the next kernel fetches early come after this one's keys and values.
         for block_tokens, warps, stages in shapes[:3]:
             for number in dict.fromkeys((splits, splits * 2)):
-                for prefetch, late in ((0, True), (128, True), (128, False), (256, False)):
-                    yield _attention_decode(
-                        block_tokens,
-                        number,
-                        128,
-                        warps,
-                        stages,
-                        use_pdl=True,
-                        late=late,
-                        prefetch=prefetch,
-                    )
+                yield _attention_decode(
+                    block_tokens, number, 128, warps, stages, use_pdl=True, late=True
+                )
     if programs > NUM_MULTIPROCESSORS:
         # Sequences of uneven length: the long ones alone are cut, so that none runs on by itself.
         for number, chunk in ((4, 512), (8, 1024), (16, 1024)):
@@ -577,13 +568,11 @@ def _attention_decode(
     *,
     use_pdl: bool = False,
     late: bool = False,
-    prefetch: int = 0,
 ) -> Schedule:
     return {
         "BLOCK_TOKENS": block_tokens,
         "MAX_SPLITS": splits,
         "MIN_CHUNK_TOKENS": chunk,
-        "PREFETCH_TOKENS": prefetch,
         "USE_PDL": use_pdl,
         "TRIGGER_LATE": late,
         "num_warps": warps,
@@ -637,8 +626,7 @@ def attention_decode_quantised_schedules(
 
 def _quantised(schedule: Schedule, *, use_ptx: bool) -> Schedule:
     """Give a schedule of attention as the templates of quantised caches take it."""
-    kept = {name: value for name, value in schedule.items() if name != "PREFETCH_TOKENS"}
-    return {**kept, "USE_PTX": use_ptx}
+    return schedule | {"USE_PTX": use_ptx}
 
 
 def _unpacks_by_ptx(kv_format: str, machine: str) -> bool:

@@ -24,9 +24,8 @@ M pages per row, C positions, T >= num_seqs tokens):
   counters      i32, at least num_seqs * G elements, zero before the first launch and after each
 
 Grid: (KV head, sequence, split). A program without a split of its own leaves at once.
-Bound by reading K and V once: 2 * context * G * D elements per sequence. With USE_PDL the first
-PREFETCH_TOKENS of a chunk are asked for before the wait for the projection; with LOAD_EARLY its
-first tile is on its way into registers before the projection is read.
+Bound by reading K and V once: 2 * context * G * D elements per sequence. With LOAD_EARLY the first
+tile of a chunk is on its way into registers before the projection is read.
 """
 
 import torch
@@ -48,7 +47,6 @@ SCHEDULE = dict(
     BLOCK_TOKENS=64,
     MAX_SPLITS=8,
     MIN_CHUNK_TOKENS=256,
-    PREFETCH_TOKENS=0,
     LOAD_EARLY=False,
     USE_PDL=False,
     TRIGGER_LATE=False,
@@ -67,47 +65,6 @@ def _load_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr, BLOCK_TOKEN
         tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
         page = tl.load(pages_ptr + tokens // PAGE_SIZE, mask=tokens < stop, other=0)
         return page.to(tl.int64)[:, None]  # [BLOCK_TOKENS, 1]
-
-
-@triton.jit
-def _prefetch(pointers):
-    """Ask for the lines that hold these addresses to be brought into L2. NVIDIA GPUs only."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _prefetch_tokens(
-    k_cache_ptr,
-    v_cache_ptr,
-    pages_ptr,
-    start,
-    stop,
-    kv_head,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PREFETCH_TOKENS: tl.constexpr,
-):
-    """Ask for the first keys and values of a chunk to be brought into L2."""
-    LINE: tl.constexpr = 1024 // k_cache_ptr.dtype.element_ty.primitive_bitwidth
-    NUM_LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(HEAD_DIM, LINE))
-    # All page ids of the chunk come with one load instead of one after the other.
-    tokens = tl.minimum(start + tl.arange(0, PREFETCH_TOKENS), stop - 1)  # [PREFETCH_TOKENS]
-    page = tl.load(pages_ptr + tokens // PAGE_SIZE, mask=tokens >= 0, other=0)
-    tokens = tl.maximum(tokens, 0)  # [PREFETCH_TOKENS]
-    page_offset = (page.to(tl.int64) * NUM_KV_HEADS + kv_head) * (PAGE_SIZE * HEAD_DIM)
-    row_offset = page_offset + tokens % PAGE_SIZE * HEAD_DIM  # [PREFETCH_TOKENS]
-    line = tl.minimum(tl.arange(0, NUM_LINES) * LINE, HEAD_DIM - 1)  # [NUM_LINES]
-    offsets = row_offset[:, None] + line[None, :]  # [PREFETCH_TOKENS, NUM_LINES]
-    _prefetch(k_cache_ptr + offsets)
-    _prefetch(v_cache_ptr + offsets)
 
 
 @triton.jit
@@ -274,7 +231,6 @@ def rope_attention_decode(
     BLOCK_TOKENS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_CHUNK_TOKENS: tl.constexpr,
-    PREFETCH_TOKENS: tl.constexpr,
     LOAD_EARLY: tl.constexpr,
     USE_PDL: tl.constexpr,
     TRIGGER_LATE: tl.constexpr,
@@ -313,19 +269,6 @@ def rope_attention_decode(
     inside = dims < HEAD_DIM  # [BLOCK_D]
     mask = (heads < GROUP_HEADS)[:, None] & inside[None, :]  # [BLOCK_H, BLOCK_D]
     pages_ptr = block_table_ptr + table_row.to(tl.int64) * table_stride
-    if USE_PDL and PREFETCH_TOKENS > 0:
-        _prefetch_tokens(
-            k_cache_ptr,
-            v_cache_ptr,
-            pages_ptr,
-            start,
-            stop,
-            kv_head,
-            NUM_KV_HEADS,
-            HEAD_DIM,
-            PAGE_SIZE,
-            PREFETCH_TOKENS,
-        )
     # Feature i is turned with its partner: y = x * cos + partner * (-sin in the first half, else
     # sin). What is beyond ROTARY_DIM is copied: cos 1, sin 0.
     rotates = dims < ROTARY_DIM  # [BLOCK_D]

@@ -7,8 +7,8 @@ Covers:
 Must move 0 bytes and 8,192 per token; must compute 0 operations per token.
 Keys and values come on top: their bytes and operations per context token.
 
-Schedule: BLOCK_TOKENS=64, MAX_SPLITS=32, MIN_CHUNK_TOKENS=128, PREFETCH_TOKENS=0, USE_PDL=True,
-  TRIGGER_LATE=False, num_warps=4, num_stages=3
+Schedule: BLOCK_TOKENS=64, MAX_SPLITS=32, MIN_CHUNK_TOKENS=128, USE_PDL=True, TRIGGER_LATE=False,
+  num_warps=4, num_stages=3
 """
 
 import torch
@@ -20,7 +20,6 @@ SCHEDULE = dict(
     BLOCK_TOKENS=64,
     MAX_SPLITS=32,
     MIN_CHUNK_TOKENS=128,
-    PREFETCH_TOKENS=0,
     USE_PDL=True,
     TRIGGER_LATE=False,
     num_warps=4,
@@ -38,47 +37,6 @@ def _load_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr, BLOCK_TOKEN
         tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
         page = tl.load(pages_ptr + tokens // PAGE_SIZE, mask=tokens < stop, other=0)
         return page.to(tl.int64)[:, None]  # [BLOCK_TOKENS, 1]
-
-
-@triton.jit
-def _prefetch(pointers):
-    """Ask for the lines that hold these addresses to be brought into L2. NVIDIA GPUs only."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _prefetch_tokens(
-    k_cache_ptr,
-    v_cache_ptr,
-    pages_ptr,
-    start,
-    stop,
-    kv_head,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PREFETCH_TOKENS: tl.constexpr,
-):
-    """Ask for the first keys and values of a chunk to be brought into L2."""
-    LINE: tl.constexpr = 1024 // k_cache_ptr.dtype.element_ty.primitive_bitwidth
-    NUM_LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(HEAD_DIM, LINE))
-    # All page ids of the chunk come with one load instead of one after the other.
-    tokens = tl.minimum(start + tl.arange(0, PREFETCH_TOKENS), stop - 1)  # [PREFETCH_TOKENS]
-    page = tl.load(pages_ptr + tokens // PAGE_SIZE, mask=tokens >= 0, other=0)
-    tokens = tl.maximum(tokens, 0)  # [PREFETCH_TOKENS]
-    page_offset = (page.to(tl.int64) * NUM_KV_HEADS + kv_head) * (PAGE_SIZE * HEAD_DIM)
-    row_offset = page_offset + tokens % PAGE_SIZE * HEAD_DIM  # [PREFETCH_TOKENS]
-    line = tl.minimum(tl.arange(0, NUM_LINES) * LINE, HEAD_DIM - 1)  # [NUM_LINES]
-    offsets = row_offset[:, None] + line[None, :]  # [PREFETCH_TOKENS, NUM_LINES]
-    _prefetch(k_cache_ptr + offsets)
-    _prefetch(v_cache_ptr + offsets)
 
 
 @triton.jit
@@ -204,7 +162,6 @@ def attention_decode(
     BLOCK_TOKENS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_CHUNK_TOKENS: tl.constexpr,
-    PREFETCH_TOKENS: tl.constexpr,
     USE_PDL: tl.constexpr,
     TRIGGER_LATE: tl.constexpr,
 ):
@@ -243,21 +200,6 @@ def attention_decode(
     # The page id of a tile is loaded one tile ahead: were it loaded for the same tile, the pipeline
     # would need two of its stages to fetch one tile.
     page = _load_page(pages_ptr, start, stop, PAGE_SIZE, BLOCK_TOKENS)
-    if USE_PDL and PREFETCH_TOKENS > 0:
-        # All but the newest token are in the cache since earlier steps; the newest one's line may
-        # be fetched early too, as stores go through L2.
-        _prefetch_tokens(
-            k_cache_ptr,
-            v_cache_ptr,
-            pages_ptr,
-            start,
-            stop,
-            kv_head,
-            NUM_KV_HEADS,
-            HEAD_DIM,
-            PAGE_SIZE,
-            PREFETCH_TOKENS,
-        )
     if USE_PDL:
         # The first split of every sequence comes by here, so this kernel can't end before the
         # kernels it depends on.
