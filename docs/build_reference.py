@@ -33,6 +33,8 @@ from treadle.models import registry  # noqa: E402
 from treadle.models.config import ModelConfig, from_hf  # noqa: E402
 from treadle.models.defaults import DEFAULTS  # noqa: E402
 from treadle.runtime import answer_formats, call_formats, pipeline_config  # noqa: E402
+from treadle.runtime.compiler import FORMS  # noqa: E402
+from treadle.runtime.planner import RESAMPLE  # noqa: E402
 from treadle.server import (  # noqa: E402
     app,
     errors,
@@ -130,15 +132,16 @@ EXAMPLE: dict[str, object] = {
     "torch_dtype": "bfloat16",
     "first_k_dense_replace": 0,  # a mixture of experts has some in its one layer
 }
-# (step, whether its fused form is the one for few tokens, largest dims of its buckets)
-BUCKETS: tuple[tuple[str, bool, int], ...] = (
-    ("decode", True, 1),
-    ("decode", True, schedule.GEMV_ROWS),
-    ("decode", False, 32),
-    ("decode", False, 256),
-    ("mixed", False, 16),
-    ("mixed", False, 256),
-    ("mixed", False, 8192),
+# (form of graph, largest dims of its buckets)
+BUCKETS: tuple[tuple[str, int], ...] = (
+    ("decode.few", 1),
+    ("decode.few", schedule.GEMV_ROWS),
+    ("decode", 32),
+    ("decode", 256),
+    ("decode.split_norms", 32),
+    ("mixed", 16),
+    ("mixed", 256),
+    ("mixed", 8192),
 )
 PLACES = (("interpret", ""), ("cuda", "sm_80"), ("cuda", "sm_90"))
 
@@ -150,11 +153,22 @@ def example_config(architecture: str) -> ModelConfig:
 
 
 @functools.cache
-def graph_of(architecture: str, step: str, few_tokens: bool | None) -> Graph:
-    """Build the example's graph: authored where `few_tokens` is None, else fused."""
+def authored_graph(architecture: str, step: str) -> Graph:
+    """Build the example's graph as its spec says."""
     config = example_config(architecture)
-    graph = registry.build_graph(config, step=step, dtype="bf16", page_size=64)
-    return graph if few_tokens is None else pipeline.run_passes(graph, few_tokens=few_tokens)[0]
+    return registry.build_graph(config, step=step, dtype="bf16", page_size=64)
+
+
+@functools.cache
+def fused_graph(architecture: str, name: str) -> Graph:
+    """Build the example's graph in a form."""
+    form = FORMS[name]
+    return pipeline.run_passes(
+        authored_graph(architecture, form.step),
+        few_tokens=form.few_tokens,
+        joined=form.joined,
+        split_norms=form.split_norms,
+    )[0]
 
 
 @functools.cache
@@ -165,11 +179,11 @@ def kernels() -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
     """
     found: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {}
     for family in registry.FAMILIES:
-        for step, few_tokens, rows in (*BUCKETS, ("resample", False, 256)):
-            if step == "resample":
-                graph = builder.build_resample(step, int(str(EXAMPLE["vocab_size"])))
+        for form, rows in (*BUCKETS, (RESAMPLE, 256)):
+            if form == RESAMPLE:
+                step, graph = form, builder.build_resample(form, int(str(EXAMPLE["vocab_size"])))
             else:
-                graph = graph_of(family.architectures[0], step, few_tokens)
+                step, graph = FORMS[form].step, fused_graph(family.architectures[0], form)
             sizes = {"T": rows, "B": min(rows, 256), "R": 256, "M": 128, "P": 512, "C": 8192}
             for target, architecture in PLACES:
                 where = Situation(sizes, step, target, architecture)
@@ -256,8 +270,8 @@ def inputs_section() -> list[str]:
 def example_section() -> list[str]:
     """Print the attention half of a layer, authored and fused, as `show` prints it."""
     architecture = registry.FAMILIES[0].architectures[0]
-    authored = graph_of(architecture, "decode", None)
-    fused = graph_of(architecture, "decode", True)
+    authored = authored_graph(architecture, "decode")
+    fused = fused_graph(architecture, "decode.few")
     last = "layers.0.after_attention"
     lines = []
     for title, graph in (("As authored:", authored), ("Fused, for few tokens:", fused)):
@@ -284,6 +298,8 @@ def passes_section() -> list[str]:
             when = "many tokens"
         if pass_.joined_only:
             when = "joined attention"
+        elif pass_.split_norms_only:
+            when = "split norms"
         what = inspect.cleandoc(pass_.run.__doc__ or "").partition("\n")[0]
         rows.append((str(number), f"`{pass_.name}`", what, when, pass_.stage_after))
     return table("| pass | what it does | runs | stage after it", rows)
@@ -372,7 +388,7 @@ def _cost_rows(kind: str) -> list[tuple[str, str]]:
     """Give an op's cost in the example, as the registry's own formulas count it."""
     sizes: Any = {name: Amount({(name,): 1}) for name in dims.SYMBOLS}
     for step in ("decode", "mixed"):
-        graph = graph_of(registry.FAMILIES[0].architectures[0], step, None)
+        graph = authored_graph(registry.FAMILIES[0].architectures[0], step)
         op = next((op for op in graph.ops if op.kind == kind), None)
         if op is None:
             continue
@@ -483,7 +499,7 @@ def _authored_kinds(family: registry.Family) -> set[str]:
         op.kind
         for architecture in family.architectures
         for step in builder.STEP_KINDS
-        for op in graph_of(architecture, step, None).ops
+        for op in authored_graph(architecture, step).ops
     }
 
 

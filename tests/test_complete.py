@@ -110,6 +110,8 @@ HOW = {
     "layer_norm": "alone",
     "linear": "alone",
     "resolve_tokens": "alone",
+    "rms_begin": "add",
+    "rms_finish": "linear",
     "rms_norm": "alone",
     "rope": "kv_write",
     "route": "linear",

@@ -113,6 +113,44 @@ def _joined(machine: str) -> tuple[planner.Plan, compiler.Compilation]:
     return plan, compilation
 
 
+def _split_norms(machine: str) -> tuple[planner.Plan, compiler.Compilation]:
+    """Plan decode steps in the form whose norms are halves of the linears around them."""
+    compilation = compiler.build(from_hf(CONFIG), ENGINE)
+    plan = planner.plan_programs(
+        compilation.fused,
+        ENGINE,
+        architecture=machine,
+        form_of=lambda rows: "decode.split_norms",
+    )
+    return plan, compilation
+
+
+@pytest.mark.parametrize("kernel", ["linear__add__rms_begin", "linear__rms_finish__glu"])
+def test_a_linear_with_half_a_norm_is_as_its_golden(
+    golden: Callable[[str], Golden], kernel: str
+) -> None:
+    plan, _ = _split_norms("sm_90")
+    (program,) = [each for each in plan.programs if (each.step, each.bucket) == ("decode", 8)]
+    texts = [plan.modules[each.kernel] for each in program.launches]
+    text = next(text for text in texts if f"def {kernel}(" in text)
+    assert text == golden(f"triton/split_norms/{kernel}.py")
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_linears_with_halves_of_norms_compile_without_spills(tmp_path: Path, machine: str) -> None:
+    plan, compilation = _split_norms(machine)
+    plan.write(tmp_path)
+    jobs = [
+        job
+        for job in jobs_of(plan, compilation.fused, ENGINE, tmp_path / "kernels", machine)
+        if "__rms_" in Path(job.path).stem
+    ]
+    assert jobs
+    for outcome in compile_many(jobs, triton_cache=tmp_path / "cache"):
+        assert not outcome.error, outcome.error
+        assert {kernel.spill_bytes for kernel in outcome.kernels} == {0}
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_kernel_that_appends_and_attends_compiles_without_spills(
     tmp_path: Path, machine: str
