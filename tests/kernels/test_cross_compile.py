@@ -44,7 +44,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         "tma": write_job(folder, "matmul_skinny_tma", "glu", "sm_90", 32, USE_PDL=True, SPLIT_K=2),
         "gluon": write_job(folder, "matmul_gluon", "glu", "sm_90", 512, USE_PDL=True),
         "stream": write_job(folder, "matmul_stream", "glu", "sm_90", 8, USE_PDL=True),
-        "gluon begin": write_job(folder, "matmul_gluon", "add begin", "sm_90", 256, BLOCK_N=128),
+        "gluon begin": write_job(folder, "matmul_gluon", "add begin", "sm_90", 256, BLOCK_N=64),
         "gluon finish": write_job(folder, "matmul_gluon", "finish glu", "sm_90", 256),
         "stream begin": write_job(folder, "matmul_stream", "add begin", "sm_90", 8, BLOCK_N=64),
         "stream finish": write_job(folder, "matmul_stream", "finish glu", "sm_90", 8),
