@@ -1,13 +1,14 @@
 # Everything a developer runs. Each target makes its environment first; a second run redoes nothing.
 #
-#   make test        install the pinned packages, then run the tests (less the slow ones)
-#   make demo        fetch a small model, compile it, serve it and ask it a question; needs no GPU
-#   make check       lint, and the structural tests: the quick look before a commit
-#   make test-slow   every test
-#   make golden      rewrite the golden files (read the diff!)
-#   make docs        rewrite the generated pages of docs/
-#   make bench       every benchmark on this machine's GPU, then the goals (BUDGET=3600 seconds)
-#   make goals       the speed goals beside the latest figures; fails where one is missed
+#   make test          install the pinned packages, then run the tests (less the slow ones)
+#   make demo          fetch a small model, compile it, serve it and ask it a question; needs no GPU
+#   make check         lint, and the structural tests: the quick look before a commit
+#   make test-slow     every test
+#   make test-clients  the tests with LiteLLM, LangChain and lm-eval, in an environment of their own
+#   make golden        rewrite the golden files (read the diff!)
+#   make docs          rewrite the generated pages of docs/
+#   make bench         every benchmark on this machine's GPU, then the goals (BUDGET=3600 seconds)
+#   make goals         the speed goals beside the latest figures; fails where one is missed
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,10 +18,11 @@ PYTHON ?=
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 8 ? n : 8)))
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 # An environment knows its own path, so a moved or copied checkout makes a new one.
+CLIENTS := $(VENV)-clients
 STAMP := $(VENV)/installed-$(shell printf '%s' '$(CURDIR)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help env model test test-slow demo lint check golden docs bench goals clean
+.PHONY: help env model test test-slow test-clients demo lint check golden docs bench goals clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -51,6 +53,20 @@ test: model
 test-slow: model
 	$(PYTEST)
 
+# Seventy packages (900 MB) that no other test needs; all else they find in the first environment.
+$(CLIENTS)/installed: $(STAMP)
+	@rm -rf $(CLIENTS)
+	@$(BIN)/python -m venv $(CLIENTS)
+	@site='import site; print(site.getsitepackages()[0])'; \
+	  $(BIN)/python -c "$$site" > "$$($(CLIENTS)/bin/python -c "$$site")/first-environment.pth"
+	@echo "environment: $(CLIENTS), with the clients of setup.cfg (two minutes) ..."
+	@$(CLIENTS)/bin/python -m pip install -qq -c constraints.txt --ignore-installed setuptools
+	@$(CLIENTS)/bin/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[clients]'
+	@touch $@
+
+test-clients: $(CLIENTS)/installed
+	$(CLIENTS)/bin/python -m pytest tests/server/test_clients.py
+
 demo: env
 	$(BIN)/treadle demo
 
@@ -76,5 +92,5 @@ goals: env
 	$(BIN)/python bench/goals.py
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import/*.egg-info
+	rm -rf $(VENV) $(CLIENTS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

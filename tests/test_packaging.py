@@ -89,7 +89,7 @@ def test_every_requirement_is_pinned() -> None:
 def test_every_pin_is_allowed_by_its_requirement() -> None:
     found = pins()
     for requirement in requirements():
-        name, operator, bound = re.split(r"(>=|==)", requirement)
+        name, operator, bound = re.split(r"(?:\[.*\])?(>=|==)", requirement)
         pinned = tuple(map(int, re.findall(r"\d+", found[normal(name)])))
         least = tuple(map(int, re.findall(r"\d+", bound)))
         assert pinned == least if operator == "==" else pinned >= least, requirement
