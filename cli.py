@@ -476,7 +476,7 @@ def report_command() -> None:
     "--read-timeout-s",
     type=float,
     default=60.0,
-    help="Seconds in which a request's body must have come.",
+    help="Seconds in which a connection's first request and each body must have come.",
     show_default=True,
 )
 @click.option(

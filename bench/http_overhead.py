@@ -92,6 +92,10 @@ class StandIn:
     async def drain(self, deadline_s: float) -> None:
         """Have nothing to wait for."""
 
+    async def prepare(self, params: SamplingParams) -> SamplingParams:
+        """Take parameters as they are."""
+        return params
+
     def stats(self) -> EngineStats:
         """Tell how many answers run."""
         return EngineStats(running=len(self._running))

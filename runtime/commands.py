@@ -135,7 +135,7 @@ def run_generate(
     for number, (text, answer) in enumerate(zip(texts, answers, strict=True), start=1):
         if as_json:
             record = {"prompt": text, "text": answer.text, "finish_reason": answer.finish_reason}
-            print(json.dumps(record | {"usage": asdict(answer.usage)}, ensure_ascii=False))
+            print(json.dumps(record | {"usage": answer.usage._asdict()}, ensure_ascii=False))
         else:
             print(f"--- {number} of {len(texts)}: {text}\n{answer.text}\n")
 

@@ -117,6 +117,11 @@ class Generation:
         self._ending = ending or self._ending
         self._arrived.set()
 
+    @property
+    def has_more(self) -> bool:
+        """Say whether the next delta can be had without waiting."""
+        return bool(self._tokens) or self._ending is not None
+
     def abort(self) -> None:
         """Stop the answer and free its row and pages. Harmless when it has ended."""
         if not self._over:

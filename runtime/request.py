@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from treadle.ir.errors import RequestError, TreadleError
 
@@ -196,8 +196,7 @@ class SamplingParams:
         return replace(self, seed=derive_seed(self.seed, choice))
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """Count an answer's tokens. `cached_tokens` of the prompt came from the prefix cache."""
 
     prompt_tokens: int
@@ -214,8 +213,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """Hold what one step adds to an answer.
 
     `usage` counts the answer up to here. The last delta, and only it, has a `finish_reason`.
@@ -245,8 +243,7 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
     """Join all deltas of an answer into one. Raises: RequestError: there are none."""
     if not deltas:
         raise RequestError("Expected an answer, found a stream that ended before it began.")
-    return replace(
-        deltas[-1],
+    return deltas[-1]._replace(
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
         logprobs=tuple(one for delta in deltas for one in delta.logprobs),
@@ -314,6 +311,11 @@ class Generation(Protocol):
 
     @property
     def prompt_tokens(self) -> int: ...
+
+    @property
+    def has_more(self) -> bool:
+        """Say whether the next delta can be had without waiting."""
+        ...
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from aiohttp import web
@@ -121,6 +121,11 @@ class Answer:
             self._end(FinishReason.ERROR)
             raise
 
+    @property
+    def has_more(self) -> bool:
+        """Say whether the next step can be had without waiting."""
+        return self.finish_reason is None and self.generation.has_more
+
     def close(self) -> None:
         """Give up what nobody waits for any more."""
         if self.finish_reason is None:
@@ -168,7 +173,7 @@ class Answer:
         if self.one_call and ends:
             parts = parts[: ends[0] + 1]
             if delta.finish_reason is None:
-                delta = replace(delta, finish_reason=FinishReason.STOP)
+                delta = delta._replace(finish_reason=FinishReason.STOP)
                 reason = FinishReason.STOP
         if reason == FinishReason.STOP and self.has_calls:
             reason = "tool_calls"

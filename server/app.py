@@ -131,17 +131,23 @@ async def serve(
         lingering_time=LINGER_S,
     )
     state = app[STATE]
+    closing_silent: asyncio.Task[None] | None = None
     await runner.setup()
     try:
         url = await _listen(runner, host, port, ssl_context)
         logger.info("listening at %s", url)
         state.listening.set()
+        assert runner.server is not None, "the runner has been set up"
+        limit_s = app[OPTIONS].read_timeout_s
+        closing_silent = asyncio.create_task(state.silence.close_silent(runner.server, limit_s))
         if on_listening is not None:
             on_listening(url)
         await _wait_for_end(app, stop)
         await _drain(app, drain_s)
     finally:
         state.draining = True
+        if closing_silent is not None:
+            closing_silent.cancel()
         await runner.cleanup()
     return state.engine_closed
 
@@ -279,6 +285,7 @@ async def _engine_lifetime(app: web.Application) -> AsyncIterator[None]:
 async def _count_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Count requests in flight and answers by route and status."""
     state = request.app[STATE]
+    state.silence.hear(request.protocol)
     state.num_active += 1
     try:
         response = await handler(request)

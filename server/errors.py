@@ -26,6 +26,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 logger = logging.getLogger("treadle.server")
 
+# As nginx counts a client that went away before its answer.
+CLIENT_GONE = 499
+
 # A request's mistakes are 400 unless their code says more.
 STATUS_OF_CODE = {
     "invalid_api_key": 401,
@@ -146,9 +149,10 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         return await handler(request)
     except web.HTTPException as error:
         return error_response(error, request.path)
+    except ConnectionError:
+        # The client has gone. Nobody reads this; the metrics count it.
+        return web.Response(status=CLIENT_GONE)
     except Exception as error:
-        if request.transport is None:
-            raise  # the client has gone; there is nobody to tell
         log_fault(error, f"{request.method} {request.path}")
         return error_response(error, request.path)
 

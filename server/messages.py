@@ -71,7 +71,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
 
 async def _stream(request: web.Request, answer: Answer, message_id: str) -> web.StreamResponse:
     """Send events as the answer grows: blocks opened, filled and closed, one after the other."""
-    async with open_stream(request) as response:
+    async with open_stream(request) as stream:
         blocks = _BlockWriter()
         is_first = True
         try:
@@ -87,14 +87,14 @@ async def _stream(request: web.Request, answer: Answer, message_id: str) -> web.
                     events += blocks.close()
                     ending = {"type": "message_delta", "delta": _ending(step)}
                     events += [ending | {"usage": _usage(step)}, {"type": "message_stop"}]
-                if events:
-                    await response.write(b"".join(_event(event) for event in events))
+                data = b"".join(_event(event) for event in events)
+                await stream.send(data, more_follow=answer.has_more)
         except ConnectionError:
             raise  # the client has gone; the answer is given up on the way out
         except Exception as error:
             log_fault(error, f"a stream of {request.path}")
-            await response.write(_event(anthropic_error_body(error)))
-    return response
+            await stream.send(_event(anthropic_error_body(error)))
+    return stream.response
 
 
 def _event(event: dict[str, Any]) -> bytes:

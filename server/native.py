@@ -71,17 +71,18 @@ async def generate(request: web.Request) -> web.StreamResponse:
 
 async def _stream(request: web.Request, answer: Answer, name: str) -> web.StreamResponse:
     """Send what each step adds, as an object of the same form, and [DONE]."""
-    async with open_stream(request) as response:
+    async with open_stream(request) as stream:
         try:
             async for step in answer.steps():
-                await response.write(f"data: {encode_json(_describe(name, step))}\n\n".encode())
-            await response.write(b"data: [DONE]\n\n")
+                data = f"data: {encode_json(_describe(name, step))}\n\n".encode()
+                await stream.send(data, more_follow=answer.has_more)
+            await stream.send(b"data: [DONE]\n\n")
         except ConnectionError:
             raise  # the client has gone; the answer is given up on the way out
         except Exception as error:
             log_fault(error, f"a stream of {request.path}")
-            await response.write(error_event(error))
-    return response
+            await stream.send(error_event(error))
+    return stream.response
 
 
 def _describe(name: str, step: Step) -> dict[str, Any]:

@@ -15,11 +15,12 @@ from typing import Any, Protocol
 from aiohttp import web
 
 import treadle
+from treadle.runtime.answer_parts import Content, Reasoning
 from treadle.runtime.request import Engine
 from treadle.server.answers import Answer, Step, Usages, Work, collect_answer, merge, submitted
 from treadle.server.errors import error_event, log_fault
 from treadle.server.schema import GenerateRequest
-from treadle.server.sse import encode_json, open_stream
+from treadle.server.sse import TextEvents, encode_json, open_stream
 
 
 class Writer(Protocol):
@@ -82,28 +83,48 @@ async def _stream(
             chunk["usage"] = None
         return f"data: {encode_json(chunk)}\n\n".encode()
 
-    async with open_stream(request) as response:
+    texts = TextEvents()
+
+    def write(index: int, step: Step) -> bytes:
+        """Give the events of a step, most of which bring a piece of one text and nothing else."""
+        part = step.parts[0] if len(step.parts) == 1 else None
+        if (
+            isinstance(part, Content | Reasoning)
+            and step.finish_reason is None
+            and index in opened
+            and not step.delta.logprobs
+            and not in_every_chunk
+        ):
+            kind = type(part)
+
+            def make(text: str) -> bytes:
+                marked = step._replace(delta=step.delta._replace(text=text), parts=[kind(text)])
+                return event(writer.pieces(index, marked))
+
+            return texts.write((index, kind), part.text, make)
+        choices = [] if index in opened else writer.opening(index, step)
+        opened.add(index)
+        choices += writer.pieces(index, step)
+        if step.finish_reason is not None:
+            choices.append(writer.end(index, step))
+        return b"".join(event([choice]) for choice in choices)
+
+    async with open_stream(request) as stream:
         try:
             async with aclosing(merge(answers)) as merged:
                 async for index, step in merged:
                     usages.add(index, step)
-                    choices = [] if index in opened else writer.opening(index, step)
-                    opened.add(index)
-                    choices += writer.pieces(index, step)
-                    if step.finish_reason is not None:
-                        choices.append(writer.end(index, step))
-                    if choices:
-                        await response.write(b"".join(event([choice]) for choice in choices))
+                    await stream.send(write(index, step), more_follow=answers[index].has_more)
             ending = b"data: [DONE]\n\n"
             if include_usage:
                 ending = event([], usages.to_json()) + ending
-            await response.write(ending)
+            await stream.send(ending)
         except ConnectionError:
             raise  # the client has gone; the answers are given up on the way out
         except Exception as error:
             log_fault(error, f"a stream of {request.path}")
-            await response.write(error_event(error))
-    return response
+            await stream.send(error_event(error))
+    return stream.response
 
 
 def head(response_id: str, kind: str, created_unix_s: int, model: str) -> dict[str, Any]:

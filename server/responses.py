@@ -106,7 +106,7 @@ async def _stream(
     request: web.Request, answer: Answer, writer: _ResponseWriter
 ) -> web.StreamResponse:
     """Send events as the answer grows: items added, filled and done, one after the other."""
-    async with open_stream(request) as response:
+    async with open_stream(request) as stream:
         try:
             events = writer.begin()
             async for step in answer.steps():
@@ -114,15 +114,15 @@ async def _stream(
                     events += writer.write(part)
                 if step.finish_reason is not None:
                     events += writer.finish(step)
-                if events:
-                    await response.write(b"".join(map(_event, events)))
+                data = b"".join(map(_event, events))
+                await stream.send(data, more_follow=answer.has_more)
                 events = []
         except ConnectionError:
             raise  # the client has gone; the answer is given up on the way out
         except Exception as error:
             log_fault(error, f"a stream of {request.path}")
-            await response.write(b"".join(map(_event, writer.fail(error))))
-    return response
+            await stream.send(b"".join(map(_event, writer.fail(error))))
+    return stream.response
 
 
 def _event(event: dict[str, Any]) -> bytes:

@@ -18,6 +18,7 @@ from treadle.ir.errors import ConfigError, QueueFullError
 from treadle.runtime.answer_formats import find_format
 from treadle.runtime.request import Engine
 from treadle.server.metrics import Metrics
+from treadle.server.silence import Silence
 
 # These say nothing about requests, and what asks for them often can't hold a key.
 OPEN_ROUTES = frozenset({"/health", "/ready", "/", "/docs", "/openapi.json", "/pages/{name}"})
@@ -35,8 +36,9 @@ class ServerOptions:
     fail. `api_keys`: one of them is needed for every route but /health and /ready, and /metrics
     with `open_metrics`; none: open. `cors_origins`: web pages of these origins may call, `*`: all.
     `tool_parser`, `reasoning_parser`: how the model writes them; `auto`: as its template shows.
-    `read_timeout_s`: a request's body must have come by then. `make_report`: gives the page of the
-    kernels' tuning; takes time. `vllm_metric_names`: give metrics under those names too.
+    `read_timeout_s`: the head of a connection's first request must have come by then, and each body
+    after its head. `make_report`: gives the page of the kernels' tuning; takes time.
+    `vllm_metric_names`: give metrics under those names too.
     Raises: ConfigError: a value out of range.
     """
 
@@ -89,6 +91,7 @@ class ServerState:
     listening: asyncio.Event = field(default_factory=asyncio.Event)
     # Running answers by their id and by the client's; several may share the latter.
     running: dict[str, list[Cancellable]] = field(default_factory=dict)
+    silence: Silence = field(default_factory=Silence)
     engine_start: asyncio.Task[None] | None = None
     engine_closed: bool = True
 

@@ -75,6 +75,10 @@ class FakeGeneration:
         step = self.stream.push([token_id])
         self._put(step.text, step.token_ids, step.finish_reason, step.stop_reason)
 
+    @property
+    def has_more(self) -> bool:
+        return not self.deltas.empty()
+
     def abort(self) -> None:
         self._engine.aborts += self.request_id in self._engine.live
         step = self.stream.finish(FinishReason.ABORT)

@@ -216,3 +216,34 @@ def test_a_garbled_request_does_not_end_the_server(server: LiveServer) -> None:
     connection.sock.recv(1000)
     connection.close()
     assert server.chat(max_tokens=1).status == 200
+
+
+def test_a_client_that_goes_away_while_it_sends_is_no_fault(
+    server: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = 'treadle_http_responses_total{route="/v1/completions",status="499"}'
+    before = server.metric(name)
+    connection = server.connect()
+    connection.connect()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection.sock.sendall(head + b"Content-Length: 100\r\n\r\n{")
+    server.wait_for(lambda: server.engine.stats().running == 0)
+    connection.close()
+    server.wait_for(lambda: server.metric(name) == before + 1)
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: "])
+def test_a_connection_without_a_request_is_closed(start_fake: Any, sent: bytes) -> None:
+    server = start_fake(server={"read_timeout_s": 0.4})
+    used, silent = server.connect(), server.connect()
+    used.request("GET", "/version")
+    used.getresponse().read()
+    silent.connect()
+    silent.sock.sendall(sent)
+    assert silent.sock.recv(1000) == b""
+    # One that has sent a request may be idle for longer.
+    used.request("GET", "/version")
+    assert used.getresponse().status == 200
+    used.close()
+    silent.close()
