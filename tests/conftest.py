@@ -42,7 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if name.startswith("TREADLE_")]:
         if name != "TREADLE_DEMO_WHEEL":
             del os.environ[name]
-    # Triton and torch read these when first imported, which test files do.
+    # Triton and torch read these when first imported, which test files do. pytest imports the
+    # `conftest.py` beside a test that is named on its command line before it comes here.
+    early = [name for name in ("torch", "triton") if name in sys.modules]
+    assert not early, f"a conftest.py imports {' and '.join(early)} at its top"
     if config.getoption("--device") == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     else:

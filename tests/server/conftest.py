@@ -1,4 +1,7 @@
-"""Servers for tests: on a real engine with a tiny checkpoint, or on the fake engine."""
+"""Servers for tests: on a real engine with a tiny checkpoint, or on the fake engine.
+
+Must not import torch or triton at the top: pytest reads this before `tests/conftest.py` is asked.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.runtime.serving import compile_tiny
-from treadle.runtime.engine import Engine
-from treadle.runtime.loading import ServeOptions, load_model
 
 from . import tiny
 from .fake_engine import FakeEngine
@@ -56,6 +55,9 @@ def start_fake(start_server: StartServer, tokenizer_folder: Path) -> StartServer
 @pytest.fixture(scope="module")
 def start_model(start_server: StartServer, tmp_path_factory: pytest.TempPathFactory) -> StartServer:
     """Give `start(checkpoint folder)`: a server on the real engine, compiled for the reference."""
+    from tests.runtime.serving import compile_tiny
+    from treadle.runtime.engine import Engine
+    from treadle.runtime.loading import ServeOptions, load_model
 
     def start(folder: Path, **options: Any) -> LiveServer:
         artifact = compile_tiny(folder, tmp_path_factory.mktemp("compiled") / "artifact")
