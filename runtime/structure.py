@@ -12,14 +12,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import JsonCompiler, LLMatcher, LLTokenizer, TokenizerWrapper
 
 from treadle.ir.errors import RequestError
 from treadle.ir.ops import WORD_BITS
 from treadle.runtime.request import FinishReason, SamplingParams, Structure
 from treadle.runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_GRAMMAR_CHARS = 200_000
 CACHED_GRAMMARS = 256
@@ -54,16 +58,17 @@ class GrammarCompiler:
     def compile(self, structure: Structure) -> Grammar:
         """Give the grammar of a structure.
 
-        Raises: RequestError: it can't be enforced; names what in it can't.
+        Raises: RequestError: it can't be enforced; names what in it can't, or what is not installed.
         """
+        library = _load_library(structure)
         with self._lock:
             if structure in self._kept:
                 self._kept.move_to_end(structure)
                 return self._kept[structure]
             if self._vocabulary is None:
-                self._vocabulary = _read_vocabulary(self._tokenizer, self._vocab_size)
+                self._vocabulary = _read_vocabulary(library, self._tokenizer, self._vocab_size)
             vocabulary = self._vocabulary
-        grammar = Grammar(_compile(structure, vocabulary))
+        grammar = Grammar(_compile(library, structure, vocabulary))
         with self._lock:
             self._kept[structure] = grammar
             if len(self._kept) > CACHED_GRAMMARS:
@@ -71,10 +76,26 @@ class GrammarCompiler:
         return grammar
 
 
-def _read_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
-    """Tell llguidance the bytes of every token; a model may have more of them, or fewer."""
+def _load_library(structure: Structure) -> ModuleType:
+    """Import llguidance, which only answers of a given form need. Raises: RequestError: see there."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise RequestError(
+            "An answer of a given form needs the package `llguidance`, which can't be imported "
+            f"here: {error}.",
+            remedy="Ask for no form; whoever runs the engine can `pip install llguidance`.",
+            param=structure.param,
+            code="unsupported_structure",
+        ) from error
+    return llguidance
 
-    return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, vocab_size)), n_vocab=vocab_size)
+
+def _read_vocabulary(library: ModuleType, tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
+    """Tell llguidance the bytes of every token; a model may have more of them, or fewer."""
+    wrapper = library.TokenizerWrapper(_Vocabulary(tokenizer, vocab_size))
+    vocabulary: LLTokenizer = library.LLTokenizer(wrapper, n_vocab=vocab_size)
+    return vocabulary
 
 
 class _Vocabulary:
@@ -93,11 +114,12 @@ class _Vocabulary:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def _compile(structure: Structure, vocabulary: LLTokenizer) -> LLMatcher:
+def _compile(library: ModuleType, structure: Structure, vocabulary: LLTokenizer) -> LLMatcher:
     if len(structure.text) > MAX_GRAMMAR_CHARS:
         raise _refuse(structure, f"it has more than {MAX_GRAMMAR_CHARS} characters")
     try:
-        matcher = LLMatcher(vocabulary, _grammar_text(structure), log_level=0)
+        grammar = _grammar_text(library, structure)
+        matcher: LLMatcher = library.LLMatcher(vocabulary, grammar, log_level=0)
         reason = matcher.get_error()
         if not reason:
             # Some mistakes show only here, such as a reference that leads to nothing but itself.
@@ -116,18 +138,22 @@ def _compile(structure: Structure, vocabulary: LLTokenizer) -> LLMatcher:
     return matcher
 
 
-def _grammar_text(structure: Structure) -> str:
+def _grammar_text(library: ModuleType, structure: Structure) -> str:
+    """Give a structure in the form that llguidance compiles."""
+    grammar: str
     if structure.kind == "json_schema":
         schema = json.loads(structure.text)
         if not isinstance(schema, dict):
             raise _refuse(structure, "it is not an object")
-        return JsonCompiler(whitespace_pattern=WHITESPACE).compile(structure.text)
-    if structure.kind == "regex":
-        return LLMatcher.grammar_from_regex(structure.text)
-    if structure.kind == "choice":
+        grammar = library.JsonCompiler(whitespace_pattern=WHITESPACE).compile(structure.text)
+    elif structure.kind == "regex":
+        grammar = library.LLMatcher.grammar_from_regex(structure.text)
+    elif structure.kind == "choice":
         choices = " | ".join(json.dumps(choice) for choice in json.loads(structure.text))
-        return LLMatcher.grammar_from_lark(f"start: {choices}")
-    return LLMatcher.grammar_from_lark(structure.text)
+        grammar = library.LLMatcher.grammar_from_lark(f"start: {choices}")
+    else:
+        grammar = library.LLMatcher.grammar_from_lark(structure.text)
+    return grammar
 
 
 def _refuse(structure: Structure, reason: str) -> RequestError:

@@ -102,6 +102,16 @@ def test_the_command_line_imports_nothing_heavy(run_python: RunPython) -> None:
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
+def test_serving_imports_no_grammar_library(run_python: RunPython) -> None:
+    # It comes as a binary that not every machine has, and only answers of a given form need it.
+    code = (
+        "import sys; sys.modules['llguidance'] = None\n"
+        "import treadle.runtime.loading, treadle.runtime.pipeline, treadle.server.commands"
+    )
+    done = run_python("-c", code, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+
+
 # Says which `kernels` an import would find: the library of that name must win over our folder.
 FIND_KERNELS = """
 import importlib.util

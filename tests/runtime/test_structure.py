@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,15 @@ def test_what_can_not_be_enforced_is_refused_by_name(
         compiler.compile(structure)
     assert caught.value.param == structure.param
     assert caught.value.code == "unsupported_structure"
+
+
+def test_a_missing_library_is_named(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RequestError, match="pip install llguidance") as caught:
+        compiler.compile(schema(PAIR))
+    assert caught.value.param == "response_format"
 
 
 def test_the_same_structure_is_compiled_once(compiler: GrammarCompiler) -> None:
