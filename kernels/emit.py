@@ -1,8 +1,9 @@
 """Turn a template and the facts of one fused op into the text of a kernel module.
 
-A template is a legal Triton file; emission replaces its facts, its schedule and its hook lines, and
-leaves every other line as it is. Must not know graphs or ops: they arrive as lines of text.
-Called by `lower.py`; `epilogue.py` writes the hook lines.
+A template is a legal Triton file; emission replaces its facts, its schedule, its hook lines and
+what it imports of `parts/` (`inline.py`), and leaves every other line as it is. Must not know
+graphs or ops: they arrive as lines of text. Called by `lower.py`; `epilogue.py` writes the hook
+lines.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from treadle.ir.errors import LoweringError
+from treadle.kernels.inline import inline_parts
 
 TEMPLATE_DIR = Path(__file__).parent / "templates"
 LINE_LENGTH = 100
@@ -94,7 +96,7 @@ def read_template(name: str) -> Template:
         raise LoweringError(
             f"There is no template `{name}`; the templates are {', '.join(template_names())}."
         )
-    return parse_template(name, path.read_text(encoding="utf-8"))
+    return parse_template(name, inline_parts(name, path.read_text(encoding="utf-8")))
 
 
 @lru_cache(maxsize=64)

@@ -14,17 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
+from treadle.kernels.templates.parts.masks import below
+
 SHAPE = dict(N=4096, K=4096, N_OUT=4096)
 SCHEDULE = dict(ROWS=1, BLOCK_N=16, BLOCK_K=1024, USE_PDL=False, num_warps=8, num_stages=1)
-
-
-@triton.jit
-def below(index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Tell which indices are below SIZE; a mask that folds away where BLOCK divides SIZE."""
-    if SIZE % BLOCK == 0:
-        return index == index
-    else:
-        return index < SIZE
 
 
 @triton.jit

@@ -29,6 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from treadle.kernels.templates.parts.dependent_launch import let_dependents_begin, wait_for_producer
+
 SHAPE = dict(N=4096, K=4096, N_OUT=4096)
 SCHEDULE = dict(
     BLOCK_M=64,
@@ -52,22 +54,6 @@ sync_group = getattr(gl, "barrier", None) or gl.thread_barrier
 def EPILOGUE(acc, first_token, first_feature):
     """Turn results f32[BLOCK_M, BLOCK_N] into outputs."""
     return acc
-
-
-@gluon.jit
-def wait_for_producer():
-    """Wait until the kernels before this one have ended and their results can be read."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def let_dependents_begin():
-    """Let the next kernel's programs take their places as this one's leave."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit

@@ -18,6 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
+from treadle.kernels.templates.parts.masks import below
+from treadle.kernels.templates.parts.prefetch import prefetch_tiles
+
 SHAPE = dict(N=4096, K=4096, N_OUT=4096)
 SCHEDULE = dict(
     BLOCK_M=16,
@@ -29,48 +32,6 @@ SCHEDULE = dict(
     num_warps=4,
     num_stages=4,
 )
-
-
-@triton.jit
-def below(index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Tell which indices are below SIZE; a mask that folds away where BLOCK divides SIZE."""
-    if SIZE % BLOCK == 0:
-        return index == index
-    else:
-        return index < SIZE
-
-
-@triton.jit
-def prefetch(pointers):
-    """Ask for the lines that hold these addresses to be brought into L2. NVIDIA GPUs only."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def prefetch_tiles(
-    w_ptr,
-    first_row,
-    first,
-    stop,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PREFETCH_TILES: tl.constexpr,
-):
-    """Ask for the first tiles of a part of w, a line of 128 bytes at a time."""
-    LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
-    NUM_LINES: tl.constexpr = PREFETCH_TILES * BLOCK_K // LINE if BLOCK_K > LINE else PREFETCH_TILES
-    row = tl.minimum(first_row + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)  # [BLOCK_N]
-    k = tl.minimum(first + tl.arange(0, NUM_LINES) * LINE, stop - 1)  # [NUM_LINES]
-    prefetch(w_ptr + row[:, None] * K + k[None, :])
 
 
 @triton.jit

@@ -23,6 +23,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from treadle.kernels.templates.parts.dependent_launch import let_dependents_begin, wait_for_producer
+
 SHAPE = dict(N=4096, K=4096, N_OUT=4096)
 SCHEDULE = dict(
     BLOCK_M=16,
@@ -36,22 +38,6 @@ SCHEDULE = dict(
 # Two names that changed between Triton 3.6 and 3.9.
 fetch_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 sync_group = getattr(gl, "barrier", None) or gl.thread_barrier
-
-
-@gluon.jit
-def wait_for_producer():
-    """Wait until the kernels before this one have ended and their results can be read."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def let_dependents_begin():
-    """Let the next kernel's programs take their places as this one's leave."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit

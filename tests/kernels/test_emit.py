@@ -24,6 +24,7 @@ from treadle.kernels.emit import (
     template_names,
 )
 from treadle.kernels.epilogue import TILES, lower_linear
+from treadle.kernels.inline import inline_parts
 from treadle.kernels.load import load_module, write_module
 from treadle.kernels.lower import Situation, lower
 
@@ -408,3 +409,43 @@ def test_broken_module_names_the_kernel(tmp_path: Path) -> None:
         load_module(path, "broken")
     with pytest.raises(KernelError, match="no such file"):
         load_module(tmp_path / "absent.py", "absent")
+
+
+# --- parts --------------------------------------------------------------------------------------
+
+WITH_PARTS = """import triton
+
+from treadle.kernels.templates.parts.prefetch import prefetch_tiles
+
+SHAPE = dict(N=1)
+
+
+@triton.jit
+def kernel():
+    prefetch_tiles()
+"""
+
+
+def test_a_part_is_put_before_the_first_function_with_what_it_calls() -> None:
+    text = inline_parts("some", WITH_PARTS)
+    names = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    assert names == ["prefetch", "prefetch_tiles", "kernel"]
+    assert text.startswith("import triton\n\nSHAPE = dict(N=1)\n\n\n@triton.jit\ndef prefetch(")
+    assert "treadle" not in text
+
+
+def test_a_text_without_parts_stays_as_it_is() -> None:
+    text = WITH_PARTS.replace("from treadle", "from elsewhere")
+    assert inline_parts("some", text) == text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("parts.prefetch", "parts.nonesuch", "`some` imports the part `nonesuch`; there is none"),
+        ("import prefetch_tiles", "import nonesuch", "part `prefetch` has no nonesuch"),
+    ],
+)
+def test_a_part_that_is_not_there_is_named(old: str, new: str, complaint: str) -> None:
+    with pytest.raises(LoweringError, match=complaint):
+        inline_parts("some", WITH_PARTS.replace(old, new))
