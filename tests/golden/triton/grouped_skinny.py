@@ -15,15 +15,6 @@ SCHEDULE = dict(BLOCK_M=16, BLOCK_N=64, BLOCK_K=128, USE_PDL=False, num_warps=4,
 
 
 @triton.jit
-def below(index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Tell which indices are below SIZE; a mask that folds away where BLOCK divides SIZE."""
-    if SIZE % BLOCK == 0:
-        return index == index
-    else:
-        return index < SIZE
-
-
-@triton.jit
 def find_block(starts_ptr, block, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Give a block's expert, and where in `order` its choices begin and those of the expert end.
 
@@ -40,6 +31,15 @@ def find_block(starts_ptr, block, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constex
     index = block - tl.max(tl.where(is_past, ends, 0), axis=0)
     first = tl.sum(tl.where(lane == expert, starts, 0), axis=0) + index * BLOCK_M
     return expert, first, tl.sum(tl.where(lane == expert, stops, 0), axis=0)
+
+
+@triton.jit
+def below(index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Tell which indices are below SIZE; a mask that folds away where BLOCK divides SIZE."""
+    if SIZE % BLOCK == 0:
+        return index == index
+    else:
+        return index < SIZE
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
