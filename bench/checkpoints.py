@@ -19,6 +19,7 @@ from treadle.kernels.dtypes import TORCH_DTYPES
 from treadle.models.config import from_hf
 from treadle.models.registry import build_graph
 from treadle.runtime.config import DTYPES
+from treadle.runtime.weights import tensors_of
 
 SHARD_BYTES = 4 * 2**30
 
@@ -55,13 +56,9 @@ def write_checkpoint(name: str, folder: Path, num_layers: int = 0) -> Path:
     for weight in graph.weights:
         if weight.fallback == "model.embed_tokens.weight" and values.get("tie_word_embeddings"):
             continue  # the head is the embedding
-        if weight.rope:
-            continue  # a table that no checkpoint has
-        inner = weight.type.bound_shape({})[2 if weight.stack else 1 :]
-        for expert in range(max(weight.stack, 1)):
-            for part, rows in zip(weight.names_of(expert), weight.part_rows, strict=True):
-                tensor = torch.empty((rows, *inner), dtype=dtype, device=device)
-                shard[part] = tensor.normal_(0.0 if inner else 1.0, 0.02).cpu()
+        for part, shape in tensors_of(weight).items():
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            shard[part] = tensor.normal_(0.0 if len(shape) > 1 else 1.0, 0.02).cpu()
         if sum(tensor.nbytes for tensor in shard.values()) >= SHARD_BYTES:
             flush()
     flush()

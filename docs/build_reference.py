@@ -353,7 +353,7 @@ def _parameters(params: type) -> str:
     ]
     if not found:
         return "none"
-    return f"{', '.join(found)}. {inspect.cleandoc(params.__doc__ or '')}"
+    return f"{', '.join(found)}. {' '.join((params.__doc__ or '').split())}"
 
 
 def _call(method: Callable[..., Any]) -> str:
@@ -486,9 +486,12 @@ def verified_section() -> list[str]:
         (
             "KV cache",
             "the model's dtype: bf16, fp16 or fp32; [int8, int4 and fp8](kv-cache.md) where "
-            "attention has no window and no cap",
+            "attention has no window, no cap and no sinks",
         ),
-        ("quantised weights", "none are computed with; those of GGUF files are widened"),
+        (
+            "quantised weights",
+            "none are computed with; those of GGUF files and in MXFP4 are widened when loaded",
+        ),
     ]
     return table("of every family | ", rows)
 

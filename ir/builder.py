@@ -165,6 +165,7 @@ class GraphBuilder:
         groups: int = 1,
         dtype: str = "",
         stack: int = 0,
+        transposed: bool = False,
     ) -> Value:
         """Declare a weight from one checkpoint tensor, or from several joined along axis 0.
 
@@ -174,15 +175,16 @@ class GraphBuilder:
         `sections`, whose rows the weight has one after the other. `dtype` is what it is computed
         in, by default the graph's. `stack` X says that the parts are of one of X experts, their
         number standing for `{}` in the names: the weight gets an axis of experts before the rows,
-        and `fallback` holds all of them.
+        and `fallback` holds all of them, as a part does whose name has no `{}`. `transposed` says
+        that the rows of the weight are the columns of its tensors.
         """
         if isinstance(parts, str):
             parts, shape = {parts: shape[0]}, shape[1:]
         rows = sum(parts.values())
         type_ = TensorType((*([stack] if stack else []), rows, *shape), dtype or self.dtype)
-        if groups > 1 and (sum(sections) != type_.size(0) or any(s % groups for s in sections)):
+        if groups > 1 and (sum(sections) != rows or any(s % groups for s in sections)):
             raise ShapeError(
-                f"The sections of `{name}` should be {type_.size(0)} rows in all, each of {groups} "
+                f"The sections of `{name}` should be {rows} rows in all, each of {groups} "
                 f"equal groups; found {', '.join(map(str, sections))}."
             )
         weight = Weight(
@@ -194,6 +196,7 @@ class GraphBuilder:
             sections=sections if groups > 1 else (),
             groups=groups,
             stack=stack,
+            transposed=transposed,
         )
         return self._declare(weight)
 
@@ -359,9 +362,19 @@ class GraphBuilder:
         """Apply an activation to every element."""
         return self.apply("activate", x, name=name, act=act)[0]
 
-    def glu(self, gate_up: Value, *, act: str = "silu", name: str = "") -> Value:
+    def glu(
+        self,
+        gate_up: Value,
+        *,
+        act: str = "silu",
+        limit: float = 0.0,
+        sharpness: float = 1.0,
+        up_offset: float = 0.0,
+        name: str = "",
+    ) -> Value:
         """Gate the second half of the features with the activated first half."""
-        return self.apply("glu", gate_up, name=name, act=act)[0]
+        form = {"act": act, "limit": limit, "sharpness": sharpness, "up_offset": up_offset}
+        return self.apply("glu", gate_up, name=name, **form)[0]
 
     def split(self, x: Value, *sizes: int, name: str = "") -> tuple[Value, ...]:
         """Cut the last axis."""
@@ -385,6 +398,7 @@ class GraphBuilder:
         q: Value,
         k: Value,
         v: Value,
+        sinks: Value | None = None,
         *,
         cache: str,
         num_heads: int,
@@ -415,6 +429,7 @@ class GraphBuilder:
             step["query_start"],
             step["context_lens"],
             *own,
+            sinks,
             name=name,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,

@@ -51,9 +51,10 @@ def _mutated(op: Op) -> list[str]:
     names = []
     for inner in op.plain:
         definition = ops.lookup(inner.kind)
+        operands = definition.present(len(inner.inputs))
         names += [
             name
-            for operand, name in zip(definition.operands, inner.inputs, strict=False)
+            for operand, name in zip(operands, inner.inputs, strict=True)
             if operand in definition.mutates
         ]
     return names
@@ -220,15 +221,13 @@ def fuse_rope_attention(graph: Graph) -> Result:
             continue
         *_, write = append.body
         positions, token_seq, *rows, appended = write.inputs[2:]
-        _, _, block_table, seq_rows, query_start, context_lens = attention.inputs
+        block_table, seq_rows, query_start, context_lens = attention.inputs[2:6]
         steps = [graph.producers.get(n) for n in (positions, token_seq, query_start, context_lens)]
         reason = obstacle(graph, [append, attention])
         if any(step is None or step is not steps[0] or step.kind != "advance" for step in steps):
             reason = "its sequences may add several tokens"
         elif appended != cache or rows != [seq_rows, block_table]:
             reason = "it reads another cache, or other rows, than its k and v are appended to"
-        elif attention.params.window or attention.params.soft_cap:
-            reason = "it has a window or a soft cap, which the kernel of both does not know"
         elif graph.single_use(q) is not attention:
             reason = "its q is read elsewhere too"
         elif graph.type_of(cache).kv_format:

@@ -53,7 +53,9 @@ class Weight:
     table, not a loaded tensor.
 
     `stack` X > 0 says that axis 0 counts experts: the parts are of each, their names have `{}`
-    where the expert's number stands, and `fallback` is a tensor that holds all experts as one.
+    where the expert's number stands, and `fallback` is a tensor that holds all experts as one; so
+    does a single part without `{}`. `transposed` says that the last two axes of the tensors are
+    swapped.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Weight:
     rope_pairs: tuple[int, ...] = ()
     rope: RopeTable | None = None
     stack: int = 0
+    transposed: bool = False
 
     def names_of(self, expert: int) -> tuple[str, ...]:
         """Give the names of the parts of one expert, or of the weight where nothing is stacked."""

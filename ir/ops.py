@@ -5,6 +5,7 @@ The meaning of each op is the function of the same name in `kernels/reference.py
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -23,7 +24,8 @@ class OpDef:
     """Define one kind of op.
 
     `operands` name the inputs in order, `results` the outputs; an operand ending in `?` may be left
-    out (at the end only). `mutates` names operands written in place: such an op never moves past
+    out, those of one of the `groups` together: how many inputs there are says which. `mutates`
+    names operands written in place: such an op never moves past
     another that touches the same operand. `role` is what fusion may do with it: an `anchor` gets a
     kernel, a `pointwise` op joins its producer's epilogue, a `row` op a prologue, a `view`
     vanishes.
@@ -39,11 +41,22 @@ class OpDef:
     bytes: Callable[[Any, Types, Types, Dims], int]
     doc: str
     mutates: tuple[str, ...] = ()
+    groups: tuple[tuple[str, ...], ...] = ()
 
     @property
     def required(self) -> int:
         """The number of operands that can't be left out."""
         return sum(not name.endswith("?") for name in self.operands)
+
+    def present(self, count: int) -> tuple[str, ...]:
+        """Name the operands that `count` inputs are; no names where no choice of them fits."""
+        needed = self.operands[: self.required]
+        for taken in itertools.product((True, False), repeat=len(self.groups)):
+            chosen = itertools.compress(self.groups, taken)
+            names = (*needed, *itertools.chain.from_iterable(chosen))
+            if len(names) == count:
+                return names
+        return ()
 
 
 REGISTRY: dict[str, OpDef] = {}
@@ -75,13 +88,19 @@ def _define(
     bytes_: Callable[[Any, Types, Types, Dims], int] | None = None,
     mutates: str = "",
 ) -> Callable[[Callable[..., Types]], Callable[..., Types]]:
-    """Register the decorated type rule, with its docstring, as the op `kind`."""
+    """Register the decorated type rule, with its docstring, as the op `kind`.
+
+    Of `operands`, those joined by `+` come together or not at all.
+    """
+    together = [part.split("+") for part in operands.replace("?", "").split()]
+    is_optional = [part.endswith("?") for part in operands.split()]
+    marks = zip(together, is_optional, strict=True)
 
     def register(infer: Callable[..., Types]) -> Callable[..., Types]:
         REGISTRY[kind] = OpDef(
             kind,
             params,
-            tuple(operands.split()),
+            tuple(name + "?" * optional for names, optional in marks for name in names),
             tuple(results.split()),
             role,
             infer,
@@ -89,6 +108,7 @@ def _define(
             bytes_ or _moved_bytes,
             (infer.__doc__ or "").strip(),
             tuple(mutates.split()),
+            tuple(map(tuple, itertools.compress(together, is_optional))),
         )
         return infer
 
@@ -122,12 +142,15 @@ def infer_types(kind: str, params: Any, inputs: Types) -> Types:
         raise SpecError(
             f"`{kind}` takes {definition.params.__name__}, found {type(params).__name__}."
         )
-    if not definition.required <= len(inputs) <= len(definition.operands):
+    names = definition.present(len(inputs))
+    if not names:
         raise SpecError(
             f"`{kind}` takes the operands {', '.join(definition.operands)}; found {len(inputs)} of "
             "them."
         )
-    return definition.infer(params, *inputs)
+    needed = definition.required
+    given = dict(zip(names[needed:], inputs[needed:], strict=True))
+    return definition.infer(params, *inputs[:needed], **given)
 
 
 def describe(params: Any) -> str:
@@ -135,8 +158,13 @@ def describe(params: Any) -> str:
 
     Rare ones, which few models need, are left out where they have their defaults.
     """
+    return ", ".join(settings(params))
+
+
+def settings(params: Any) -> list[str]:
+    """Write each parameter that `describe` shows as `name=value`."""
     shown = [f for f in fields(params) if not _is_rare_default(params, f)]
-    return ", ".join(f"{f.name}={getattr(params, f.name)!r}" for f in shown)
+    return [f"{f.name}={getattr(params, f.name)!r}" for f in shown]
 
 
 def _rare(default: Any) -> Any:
@@ -250,10 +278,17 @@ class LinearParams:
 
 @dataclass(frozen=True)
 class GluParams:
-    """`act` is the gate's activation; `interleave` the width of alternating gate and up groups."""
+    """`act` is the gate's activation; `interleave` the width of alternating gate and up groups.
+
+    With a `limit` the gate is cut off above it, up on both sides. `sharpness` multiplies what the
+    activation is applied to and divides the result; `up_offset` is added to up.
+    """
 
     act: str = "silu"
     interleave: int = 0
+    limit: float = _rare(0.0)
+    sharpness: float = _rare(1.0)
+    up_offset: float = _rare(0.0)
 
 
 @dataclass(frozen=True)
@@ -531,14 +566,22 @@ def _activate(params: ActivateParams, x: TensorType) -> Types:
 def _glu(params: GluParams, gate_up: TensorType) -> Types:
     """Gate one half of the features with the activated other half.
 
-    Formula: y = act(gate) * up
+    Formula: y = act(s * min(gate, limit)) / s * (clamp(up, -limit, limit) + up_offset), s being the
+    sharpness; by default act(gate) * up
     Shapes: gate_up [T, 2F]; y [T, F]. With interleave 0 the first F features are the gate; with
     g > 0 groups of g gate features alternate with groups of g up features.
-    Source: Shazeer, GLU Variants Improve Transformer, 2020.
+    Numerics: computed in f32.
+    Source: Shazeer, GLU Variants Improve Transformer, 2020; limit, sharpness and offset as in
+    OpenAI, gpt-oss-120b & gpt-oss-20b Model Card, 2025.
     """
     width = gate_up.size(-1)
     _expect(width % 2 == 0, "glu", "an even last axis", gate_up)
     _expect_activation("glu", params.act)
+    if params.limit < 0 or params.sharpness <= 0:
+        raise SpecError(
+            f"`glu` expects a limit of 0 or more and a sharpness above 0; found {params.limit} and "
+            f"{params.sharpness}."
+        )
     if params.interleave and (width // 2) % params.interleave:
         raise SpecError(f"`glu` can't alternate groups of {params.interleave} in {gate_up}.")
     return (gate_up.with_shape(*gate_up.shape[:-1], width // 2),)
@@ -875,13 +918,15 @@ def _attention_flops(params: AttentionParams, _inputs: Types, _outputs: Types, d
 def _attention_bytes(params: AttentionParams, inputs: Types, outputs: Types, dims: Dims) -> int:
     seen = min(dims["C"], params.window) if params.window else dims["C"]
     query = inputs[0].num_bytes(dims) + outputs[0].num_bytes(dims)
+    if "sinks" in lookup("attention").present(len(inputs)):
+        query += inputs[-1].num_bytes(dims)
     return query + _cached_token_bytes(inputs[1]) * dims["B"] * seen
 
 
 @_define(
     "attention",
     AttentionParams,
-    "q cache block_table seq_rows query_start context_lens k? v?",
+    "q cache block_table seq_rows query_start context_lens k+v? sinks?",
     "y",
     "anchor",
     flops=_attention_flops,
@@ -897,13 +942,16 @@ def _attention(
     context_lens: TensorType,
     k: TensorType | None = None,
     v: TensorType | None = None,
+    sinks: TensorType | None = None,
 ) -> Types:
     """Attend causally from each token to the tokens of its row, through the pages.
 
     Formula: y = softmax(scale * q @ K.T + causal mask) @ V per head; query heads share H/G KV
-    heads; with a window the mask hides older tokens too, with a soft cap scores are bent first
-    Shapes: q [T, H*D]; cache kv[P, G, S, D]; k, v [T, G*D]; y [T, H*D]. A step's own tokens are
-    already in the cache; with k and v they are read from there, as they were before quantisation.
+    heads; with a window the mask hides older tokens too, with a soft cap scores are bent first;
+    with sinks the softmax of head h has one more score, sinks[h], whose value is zero
+    Shapes: q [T, H*D]; cache kv[P, G, S, D]; k, v [T, G*D]; sinks [H]; y [T, H*D]. A step's own
+    tokens are already in the cache; with k and v they are read from there, as they were before
+    quantisation.
     Cost: counted for B sequences of context C, or of the window where that is shorter.
     """
     _expect_step(
@@ -915,9 +963,9 @@ def _attention(
     )
     width = params.num_heads * params.head_dim
     _expect(q.shape[-1] == width, "attention", f"q of width {width}", q)
-    if cache.kv_format and (params.window or params.soft_cap):
+    if cache.kv_format and (params.window or params.soft_cap or sinks):
         raise SpecError(
-            f"No kernel attends to a {cache.kv_format} cache with a window or a soft cap.",
+            f"No kernel attends to a {cache.kv_format} cache with a window, a soft cap or sinks.",
             remedy="Leave --kv-dtype out for this model.",
         )
     if k is not None or v is not None:
@@ -925,6 +973,9 @@ def _attention(
         both = [own for own in (k, v) if own is not None]
         fits = k == v and both[0] == q.with_shape(q.shape[0], own_width)
         _expect(fits, "attention", f"k and v, both, of width {own_width}", *both)
+    if sinks is not None:
+        fits = sinks.shape == (params.num_heads,) and sinks.dtype in FLOATS
+        _expect(fits, "attention", f"sinks [{params.num_heads}]", sinks)
     _expect(
         cache.layout == "kv"
         and (cache.shape[1], cache.shape[3]) == (params.num_kv_heads, params.head_dim),

@@ -47,6 +47,7 @@ def print_weight(weight: Weight) -> str:
     extra += f", sections={weight.sections}, groups={weight.groups}" if weight.groups > 1 else ""
     extra += f", rope_pairs={weight.rope_pairs}" if weight.rope_pairs else ""
     extra += f", stack={weight.stack}" if weight.stack else ""
+    extra += ", transposed=True" if weight.transposed else ""
     return f"{head}load({{{', '.join(parts)}}}{extra})"
 
 

@@ -150,7 +150,8 @@ def emit_module(
 
     `name` becomes the kernel's name. `shape` and `schedule` must have just the template's entries.
     `hooks` gives the lines of every hook of the template, unindented. `operands` name extra tensors
-    (`bias`, ...): they go before `y` in the kernel's parameters, in `launch` and in its call.
+    (`bias`, ...): they go before the result, `y` or `out`, in the parameters of the kernel and of
+    its parts that have hooks, in `launch` and in the calls.
     Raises: LoweringError: an entry, a hook or the place for an operand is missing or unknown.
     """
     where = f"template `{template.stem}`"
@@ -253,20 +254,43 @@ def _operand_lines(
 ) -> Iterator[tuple[int, str]]:
     """Yield the lines that extra operands go before, with the pattern of the inserted line.
 
-    They are `y_ptr,` (or `y_desc,`) where the kernel and its parts take or pass it, `y: ...,` in
-    `launch` and the argument made of y in its call, each on a line of its own.
+    They are `y_ptr,` (or `y_desc,`, `out_ptr,`) where the kernel and its parts that have hooks take
+    or pass it, `y: ...,` in `launch` and the argument made of y in its call, each on a line of its
+    own.
     """
+    plain = functions.keys() - _hooked(functions)
+    skipped = {"launch"} | plain
+    in_plain_calls = {
+        argument.lineno
+        for function in functions.values()
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in plain
+        for argument in call.args
+    }
     for name, function in functions.items():
         for number in range(function.lineno, (function.end_lineno or function.lineno) + 1):
             line = lines[number - 1]
-            if name != "launch" and line.strip() in ("y_ptr,", "y_desc,"):
+            is_result = line.strip() in ("y_ptr,", "y_desc,", "out_ptr,")
+            if is_result and name not in skipped and number not in in_plain_calls:
                 yield number, f"{_indent_of(line)}{{}}_ptr,"
     for argument in functions["launch"].args.args:
-        if argument.arg == "y":
+        if argument.arg in ("y", "out"):
             yield argument.lineno, "    {}: torch.Tensor,"
     for node in launches[0].args if len(launches) == 1 else []:
-        if "y" in [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)]:
+        if {"y", "out"} & {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}:
             yield node.lineno, "        {},"
+
+
+def _hooked(functions: Mapping[str, ast.FunctionDef]) -> set[str]:
+    """Name the functions that call a hook, or that name another which does."""
+    hooked = {name for name, node in functions.items() if any(_hook_calls(node))}
+    size = 0
+    while size < len(hooked):
+        size = len(hooked)
+        for name, node in functions.items():
+            if {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} & hooked:
+                hooked.add(name)
+    return hooked
 
 
 # --- writing ------------------------------------------------------------------------------------

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 from treadle.ir.errors import LoweringError
 from treadle.ir.fuse import LINEARS
 from treadle.ir.graph import Op
-from treadle.ir.ops import lookup
+from treadle.ir.ops import GluParams, lookup, settings
 from treadle.ir.types import DTYPE_BYTES, TensorType
 from treadle.kernels.emit import read_template
 
@@ -442,7 +442,7 @@ def _activation(act: str, value: str, target: str) -> list[str]:
 
 
 def _glu(chain: _Chain, op: Op, target: str) -> None:
-    group, act, tile = op.params.interleave, op.params.act, chain.tile
+    group, tile = op.params.interleave, chain.tile
     if not group:
         raise chain.refuse(
             op,
@@ -470,13 +470,32 @@ def _glu(chain: _Chain, op: Op, target: str) -> None:
     chain.lines += [
         f"pairs = tl.reshape({chain.value}, ({', '.join(split_axes)}))",
         f"gate, up = tl.split(tl.permute(pairs, ({', '.join(map(str, order))})))",
-        *_activation(act, "gate", "gate"),
+        *_gate(op.params),
         f"{target} = tl.reshape(gate * up, {shape})  # [{sizes}]",
         *place,
     ]
     chain.column = "column"
     chain.width //= 2
     chain.multiple = 2 * group
+
+
+def _gate(params: GluParams) -> list[str]:
+    """Write what becomes of gate and up before they are multiplied."""
+    lines = _activation(params.act, "gate", "gate")
+    if params.sharpness != 1.0:
+        lines = [
+            f"gate = gate * {params.sharpness!r}",
+            *lines,
+            f"gate = gate * {1.0 / params.sharpness!r}",
+        ]
+    if params.limit:
+        limit = params.limit
+        lines = [
+            f"gate = tl.minimum(gate, {limit!r})",
+            f"up = tl.minimum(tl.maximum(up, {-limit!r}), {limit!r})",
+            *lines,
+        ]
+    return [*lines, f"up = up + {params.up_offset!r}"] if params.up_offset else lines
 
 
 Step = Callable[[_Chain, Op, str], None]
@@ -529,8 +548,7 @@ def _plain(name: str) -> str:
 
 def _comment(op: Op) -> list[str]:
     arguments = [_plain(name) for name in op.inputs]
-    settings = [f"{f.name}={getattr(op.params, f.name)!r}" for f in fields(op.params)]
-    arguments += [setting for setting in settings if not setting.endswith("=''")]
+    arguments += [each for each in settings(op.params) if not each.endswith("=''")]
     call = f"{op.kind}({', '.join(arguments)})"
     text = f"{_plain(op.outputs[0])} = {call}"
     return textwrap.wrap(text, 80, initial_indent="# ", subsequent_indent="#   ")

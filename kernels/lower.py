@@ -474,7 +474,8 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
     if op.body:
         yield from _lower_rope_attention(op, graph, where)
         return
-    q, cache, block_table, seq_rows, query_start, context_lens, *own = op.inputs
+    q, cache, block_table, seq_rows, query_start, context_lens, *_ = op.inputs
+    own, sinks = _own_and_sinks(op)
     params, page_size = op.params, graph.type_of(cache).size(2)
     kv_format = graph.type_of(cache).kv_format
     shape: dict[str, Fact] = {
@@ -493,14 +494,10 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
         **_cache(cache),
         "num_seqs": "size:B",
     }
-    if params.window:
-        # What lies before the window is not read: it does not lengthen a sequence.
-        seen = min(where.dims["C"], params.window + graph.type_of(cache).size(2))
-        where = replace(where, dims={**where.dims, "C": seen})
-    limits = "".join(
-        suffix for suffix, is_on in (("_window", params.window), ("_cap", params.soft_cap)) if is_on
-    )
-    hooks = _limit_hooks(params, where.step)
+    where = _within_window(where, op, graph)
+    limits = _limits(params, sinks)
+    hooks = _limit_hooks(params, where.step, sinks)
+    shared |= _values(("sinks",) * len(sinks), sinks)
     if where.step != "decode":
         arguments = {**shared, "query_start": f"value:{query_start}", "num_tokens": "size:T"}
         if kv_format:
@@ -518,7 +515,13 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
                 yield Candidate("attention_prefill", name, shape, schedule, arguments)
             return
         prefill = Candidate(
-            f"attention_prefill{limits}", "attention_prefill", shape, {}, arguments, hooks=hooks
+            f"attention_prefill{limits}",
+            "attention_prefill",
+            shape,
+            {},
+            arguments,
+            hooks=hooks,
+            operands=("sinks",) * len(sinks),
         )
         schedules = attention_prefill_schedules(where.dims, where.machine)
         if params.soft_cap:
@@ -541,35 +544,102 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
     for candidate in _split_attention(
         f"attention_decode{limits}", template, shape, shared, where, schedules
     ):
-        yield replace(candidate, hooks={} if kv_format else hooks)
+        yield replace(candidate, hooks={} if kv_format else hooks, operands=("sinks",) * len(sinks))
 
 
-def _limit_hooks(params: ops.AttentionParams, step: str) -> dict[str, tuple[str, ...]]:
-    """Write the lines of a window and of a soft cap; none where there is neither."""
-    pages: tuple[str, ...] = ()
-    scores: tuple[str, ...] = ()
+def _own_and_sinks(attention: Op) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Give attention's k and v, and its sinks, where it has them."""
+    names = ops.lookup("attention").present(len(attention.inputs))
+    given = dict(zip(names, attention.inputs, strict=True))
+    own = tuple(given[name] for name in ("k", "v") if name in given)
+    return own, (given["sinks"],) if "sinks" in given else ()
+
+
+def _limits(params: ops.AttentionParams, sinks: Sequence[str]) -> str:
+    """Write what a kernel's name says of limits."""
+    known = (("_window", params.window), ("_cap", params.soft_cap), ("_sinks", sinks))
+    return "".join(suffix for suffix, is_on in known if is_on)
+
+
+def _limit_hooks(
+    params: ops.AttentionParams, step: str, sinks: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
+    """Write the lines of a window, of a soft cap and of sinks; none where there is none."""
+    scores = _cap_lines(params)
     window, newest = params.window, "context" if step == "decode" else "positions[:, None] + 1"
-    if params.soft_cap:
-        # Scores are scaled later: what bends them is as much larger.
-        capped = soft_cap("scores", params.soft_cap / params.scale)
-        scores = (
-            f"# a score s counts as {params.soft_cap!r} tanh(s / {params.soft_cap!r})",
-            f"scores = {capped}",
-        )
     if window:
-        first = "context" if step == "decode" else "context - num_queries + first_query + 1"
-        pages = (
-            f"# Whole pages before the window of {window} tokens are left out.",
-            f"skipped = tl.maximum({first} - {window}, 0) // PAGE_SIZE",
-            "context -= skipped * PAGE_SIZE",
-            "block_table_ptr += skipped",
-        )
         scores += (
             "# Not infinite: a row may see nothing of its first tiles.",
             f"seen = tokens[None, :] >= {newest} - {window}",
             "scores = tl.where(seen, scores, -1.0e30)",
         )
-    return {"FIRST_PAGE": pages, "SCORES": scores}
+    lines: tuple[str, ...] = ()
+    if sinks and step == "decode":
+        lines = (
+            *_sink_lines("kv_head * GROUP_HEADS + heads, mask=heads < GROUP_HEADS, other=0.0"),
+            "best = tl.where(split == 0, sink, best)  # [BLOCK_H]",
+            "total += tl.where(split == 0, 1.0, 0.0)  # [BLOCK_H]",
+        )
+    elif sinks:
+        lines = (
+            *_sink_lines("heads"),
+            "best = tl.zeros_like(best) + sink  # [BLOCK_ROWS]",
+            "total += 1.0  # [BLOCK_ROWS]",
+        )
+    return {"FIRST_PAGE": _page_lines(params, step), "SCORES": scores, "SINKS": lines}
+
+
+def _page_lines(params: ops.AttentionParams, step: str) -> tuple[str, ...]:
+    if not params.window:
+        return ()
+    first = "context" if step == "decode" else "context - num_queries + first_query + 1"
+    return (
+        f"# Whole pages before the window of {params.window} tokens are left out.",
+        f"skipped = tl.maximum({first} - {params.window}, 0) // PAGE_SIZE",
+        "context -= skipped * PAGE_SIZE",
+        "block_table_ptr += skipped",
+    )
+
+
+def _cap_lines(params: ops.AttentionParams) -> tuple[str, ...]:
+    if not params.soft_cap:
+        return ()
+    # Scores are scaled later: what bends them is as much larger.
+    capped = soft_cap("scores", params.soft_cap / params.scale)
+    return (
+        f"# a score s counts as {params.soft_cap!r} tanh(s / {params.soft_cap!r})",
+        f"scores = {capped}",
+    )
+
+
+def _sink_lines(where: str) -> tuple[str, ...]:
+    return (
+        "# The sink is one more score, whose value is zero.",
+        f"sink = tl.load(sinks_ptr + {where})",
+        "sink = sink.to(tl.float32) * 1.4426950408889634",
+    )
+
+
+def _rope_limit_hooks(
+    params: ops.AttentionParams, sinks: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
+    """Write the lines of limits for a kernel whose softmax begins with the newest token."""
+    live: tuple[str, ...] = ()
+    if params.window:
+        live = (f"live &= tokens >= context - {params.window}",)
+    lines: tuple[str, ...] = ()
+    if sinks:
+        lines = (
+            *_sink_lines("kv_head * GROUP_HEADS + heads, mask=heads < GROUP_HEADS, other=0.0"),
+            'sink = tl.where(split == 0, sink, float("-inf"))  # [BLOCK_H]',
+            "new_best = tl.maximum(best, sink)  # [BLOCK_H]",
+            "rescale = tl.exp2(best - new_best)  # [BLOCK_H]",
+            "acc = acc * rescale[:, None]  # [BLOCK_H, BLOCK_D]",
+            "total = total * rescale + tl.exp2(sink - new_best)  # [BLOCK_H]",
+            "best = new_best  # [BLOCK_H]",
+        )
+    pages = _page_lines(params, "decode")
+    return {"FIRST_PAGE": pages, "LIVE": live, "SCORES": _cap_lines(params), "SINKS": lines}
 
 
 def _format_fact(kv_format: str) -> dict[str, Fact]:
@@ -616,7 +686,9 @@ def _lower_rope_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Ca
         "SCALE": attention.params.scale,
         **norm_facts,
     }
-    *_, context_lens = attention.inputs
+    context_lens = attention.inputs[5]
+    _, sinks = _own_and_sinks(attention)
+    where = _within_window(where, attention, graph)
     # One token per sequence: token i is sequence i, and its position is its length less one.
     shared = {
         **_values(
@@ -632,13 +704,26 @@ def _lower_rope_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Ca
         ),
         **_cache(roped.cache),
         **norm_weights,
+        **_values(("sinks",) * len(sinks), sinks),
         "num_seqs": "size:B",
     }
     num_kv_heads = attention.params.num_kv_heads
     schedules = rope_attention_decode_schedules(num_kv_heads, where.dims, where.machine)
-    yield from _split_attention(
-        _kernel_name(op), "rope_attention_decode", shape, shared, where, schedules
-    )
+    name = f"{_kernel_name(op)}{_limits(attention.params, sinks)}"
+    hooks = _rope_limit_hooks(attention.params, sinks)
+    for candidate in _split_attention(
+        name, "rope_attention_decode", shape, shared, where, schedules
+    ):
+        yield replace(candidate, hooks=hooks, operands=("sinks",) * len(sinks))
+
+
+def _within_window(where: Situation, attention: Op, graph: Graph) -> Situation:
+    """Give the situation with sequences no longer than what an attention with a window reads."""
+    if not attention.params.window:
+        return where
+    # What lies before the window is not read: it does not lengthen a sequence.
+    seen = attention.params.window + graph.type_of(attention.inputs[1]).size(2)
+    return replace(where, dims={**where.dims, "C": min(where.dims["C"], seen)})
 
 
 def _values(parameters: Sequence[str], names: Sequence[str]) -> dict[str, str]:
@@ -949,7 +1034,14 @@ def _lower_glu(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
     """Lower a gated activation that no linear took into its epilogue."""
     width = graph.type_of(op.outputs[0]).size(-1)
     params = op.params
-    shape: dict[str, Fact] = {"WIDTH": width, "ACT": params.act, "INTERLEAVE": params.interleave}
+    shape: dict[str, Fact] = {
+        "WIDTH": width,
+        "ACT": params.act,
+        "INTERLEAVE": params.interleave,
+        "LIMIT": params.limit,
+        "SHARPNESS": params.sharpness,
+        "UP_OFFSET": params.up_offset,
+    }
     rows = _leading(graph, op, op.outputs[0])
     arguments = _plain_arguments(op, ("y",), num_tokens=rows)
     for schedule in pointwise_schedules(width, where.machine):

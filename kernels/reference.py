@@ -263,8 +263,16 @@ def activate(x: torch.Tensor, *, act: str) -> torch.Tensor:
     return ACTIVATIONS[act](x.float()).to(x.dtype)
 
 
-def glu(x: torch.Tensor, *, act: str = "silu", interleave: int = 0) -> torch.Tensor:
-    """Apply a gated activation, act(gate) * up.
+def glu(
+    x: torch.Tensor,
+    *,
+    act: str = "silu",
+    interleave: int = 0,
+    limit: float = 0.0,
+    sharpness: float = 1.0,
+    up_offset: float = 0.0,
+) -> torch.Tensor:
+    """Apply a gated activation: act(s gate) / s * (up + up_offset), both within the limit if any.
 
     Shapes: x [T, 2F] -> [T, F] in the dtype of x. `interleave` 0: the first F features are the
       gate, the rest up. `interleave` g > 0: groups of g gate features alternate with groups of g up
@@ -272,8 +280,7 @@ def glu(x: torch.Tensor, *, act: str = "silu", interleave: int = 0) -> torch.Ten
     Numerics: fp32 inside, rounded once at the end.
     Raises: ShapeError: 2F can't be cut that way. SpecError: unknown activation.
     """
-    activation = ACTIVATIONS.get(act)
-    if activation is None:
+    if act not in ACTIVATIONS:
         raise errors.SpecError(f"glu: expected `act` in {sorted(ACTIVATIONS)}, found `{act}`.")
     group = interleave or x.shape[-1] // 2
     if x.shape[-1] % (2 * group) != 0:
@@ -281,7 +288,27 @@ def glu(x: torch.Tensor, *, act: str = "silu", interleave: int = 0) -> torch.Ten
             f"glu: expected a last dimension divisible by {2 * group}, found {x.shape[-1]}."
         )
     gate, up = x.float().unflatten(-1, (-1, 2, group)).unbind(-2)  # [T, F / g, g] each
-    return activation(gate).mul_(up).flatten(-2).to(x.dtype)  # [T, F]
+    form = {"limit": limit, "sharpness": sharpness, "up_offset": up_offset}
+    return gated(gate, up, act=act, **form).flatten(-2).to(x.dtype)  # [T, F]
+
+
+def gated(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    *,
+    act: str,
+    limit: float = 0.0,
+    sharpness: float = 1.0,
+    up_offset: float = 0.0,
+) -> torch.Tensor:
+    """Gate `up` in fp32, as `glu` says; `gate` and `up` stay as they are."""
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if sharpness != 1.0:
+        activated = ACTIVATIONS[act](gate * sharpness).div_(sharpness)
+    else:
+        activated = ACTIVATIONS[act](gate)
+    return activated.mul_(up + up_offset if up_offset else up)
 
 
 def split(x: torch.Tensor, *, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
@@ -662,6 +689,7 @@ def attention(
     context_lens: torch.Tensor,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -677,19 +705,20 @@ def attention(
     Formula: softmax(q k^T * scale) v over the positions up to the token's own; the last query token
       of a sequence stands at position context_len - 1. Query head h reads KV head h // (H / G).
       With a window W > 0 positions W and more before the token's own are left out; with a soft cap
-      c > 0 a score s counts as c tanh(s / c).
+      c > 0 a score s counts as c tanh(s / c). With sinks the softmax of head h has one more score,
+      sinks[h], whose value is zero.
     Shapes: q [T, H * D], k_cache, v_cache [P, G, S, D] or u8[P, G, block bytes] in a `kv_format`
       (see `kv_pages`), block_table i32[R, M], seq_rows i32[B], query_start i32[B + 1], context_lens
-      i32[B], k, v [T, G * D] -> [T, H * D] in the dtype of q. Tokens of a padding sequence (row -1
-      or context 0), and those after query_start[B], give 0. With k and v the step's own tokens are
-      taken from there, not from the cache. `plan` saves time only.
+      i32[B], k, v [T, G * D], sinks [H] -> [T, H * D] in the dtype of q. Tokens of a padding
+      sequence (row -1 or context 0), and those after query_start[B], give 0. With k and v the
+      step's own tokens are taken from there, not from the cache. `plan` saves time only.
     Numerics: sums and softmax in fp32, rounded once at the end; bf16 inputs also round the softmax
       weights before they multiply v, like the kernels.
     """
-    if window or soft_cap:
+    if window or soft_cap or sinks is not None:
         assert not kv_format, "the op's type rule refuses a window over a quantised cache"
         step = (block_table, seq_rows, query_start, context_lens)
-        return _attend_limited(q, k_cache, v_cache, *step, scale, window, soft_cap)
+        return _attend_limited(q, k_cache, v_cache, *step, sinks, scale, window, soft_cap)
     planes = _planes(k_cache, v_cache, kv_format, head_dim)
     page_size = planes[0].page_size if planes else k_cache.shape[2]
     if plan is None:
@@ -772,11 +801,12 @@ def _attend_limited(
     seq_rows: torch.Tensor,
     query_start: torch.Tensor,
     context_lens: torch.Tensor,
+    sinks: torch.Tensor | None,
     scale: float,
     window: int,
     soft_cap_: float,
 ) -> torch.Tensor:
-    """Attend with a window or a soft cap, sequence by sequence; see `attention`.
+    """Attend with a window, a soft cap or sinks, sequence by sequence; see `attention`.
 
     Nothing before the window of a sequence's first query is read.
     """
@@ -802,7 +832,11 @@ def _attend_limited(
         hidden = seen > position  # [T', C']
         if window:
             hidden |= seen <= position - window
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).to(dtype)
+        scores = scores.masked_fill(hidden, -torch.inf)  # [G, H / G, T', C']
+        if sinks is not None:
+            sink = sinks.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, sink), dim=-1)  # [G, H / G, T', C' + 1]
+        weights = scores.softmax(dim=-1)[..., : len(seen)].to(dtype)  # [G, H / G, T', C']
         attended = weights.float() @ v.float()  # [G, H / G, T', D]
         out[start:stop] = attended.permute(2, 0, 1, 3).reshape(stop - start, -1).to(q.dtype)
     return out

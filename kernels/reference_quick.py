@@ -61,7 +61,14 @@ def part_gate_up(rows: torch.Tensor, interleave: int) -> torch.Tensor:
 
 
 def linear_glu(
-    x: torch.Tensor, packed_weight: torch.Tensor, bias: torch.Tensor | None, *, act: str
+    x: torch.Tensor,
+    packed_weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    act: str,
+    limit: float = 0.0,
+    sharpness: float = 1.0,
+    up_offset: float = 0.0,
 ) -> torch.Tensor:
     """Apply a gated activation to a linear's result; see `reference.glu`.
 
@@ -71,7 +78,8 @@ def linear_glu(
       f32[T, F].
     """
     gate, up = linear(x, packed_weight, bias).chunk(2, dim=-1)  # [T, F] each
-    return reference.ACTIVATIONS[act](gate).mul_(up)  # [T, F]
+    form = {"limit": limit, "sharpness": sharpness, "up_offset": up_offset}
+    return reference.gated(gate, up, act=act, **form)  # [T, F]
 
 
 def rope_kv_write(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from treadle.ir.builder import GraphBuilder
 from treadle.ir.graph import Graph, Value
@@ -201,13 +202,15 @@ def rotary_attention(
     has_row_norms: bool = False,
     is_grouped: bool = False,
     interleaved: bool = False,
+    has_sinks: bool = False,
 ) -> Value:
     """Project to q, k and v, rotate, attend through the layer's pages and project back.
 
     `modules` are those of q, k and v, or the one that holds all three. With `has_head_norms` the
     heads of q and k are normalised before they are rotated, with `has_row_norms` all heads of a
     token together. `is_grouped` says that the one module's rows come KV head by KV head, each with
-    its queries; `interleaved` that neighbours rotate as a pair.
+    its queries; `interleaved` that neighbours rotate as a pair; `has_sinks` that each head has a
+    score of its own that joins the softmax.
     """
     b, config = layer.b, layer.config
     head_dim = config.head_dim
@@ -229,10 +232,16 @@ def rotary_attention(
     if has_head_norms:
         q = layer.head_norm(q, "self_attn.q_norm")
         k = layer.head_norm(k, "self_attn.k_norm")
+    sinks = None
+    if has_sinks:
+        sinks = b.weight(
+            f"layers.{layer.index}.sinks", f"{layer.at}.self_attn.sinks", config.num_heads
+        )
     attended = b.attention(
         b.rope(q, table, head_dim=head_dim, interleaved=interleaved, name="q_rope"),
         b.rope(k, table, head_dim=head_dim, interleaved=interleaved, name="k_rope"),
         v,
+        sinks,
         cache=f"kv.{layer.index}",
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -289,8 +298,20 @@ class ExpertNames:
 EXPERT_NAMES = ExpertNames()
 
 
+@dataclass(frozen=True)
+class JoinedExperts:
+    """Say what a checkpoint calls tensors that hold all experts, inputs before outputs.
+
+    Gate and up alternate among the outputs. Biases, where there are any, end in `_bias`.
+    """
+
+    router: str = "mlp.router"
+    gate_up: str = "mlp.experts.gate_up_proj"
+    down: str = "mlp.experts.down_proj"
+
+
 def add_experts(
-    layer: Layer, x: Value, normed: Value, *, names: ExpertNames = EXPERT_NAMES
+    layer: Layer, x: Value, normed: Value, *, names: ExpertNames | JoinedExperts = EXPERT_NAMES
 ) -> Value:
     """Add to the stream `x` what the experts make of the `normed` one.
 
@@ -298,34 +319,65 @@ def add_experts(
     """
     b, experts = layer.b, layer.config.experts
     assert experts is not None, "a config without experts has no such layer"
-    chosen, scales = _route(layer, normed, names)
-    if experts.shared_size:
+    chosen, scales = _route(layer, normed, names.router)
+    if isinstance(names, ExpertNames) and experts.shared_size:
         shared = _shared_expert(layer, normed, names)
         x = b.add(x, shared, name="after_shared")
-    size, hidden = experts.intermediate_size, layer.config.hidden_size
-    gate_up = layer.expert_weight(
-        "experts_gate_up",
-        {names.gate: size, names.up: size},
-        hidden,
-        joined=names.joined_gate_up,
+    (gate_up, gate_up_bias), (down, down_bias) = _expert_weights(layer, names)
+    up = b.expert_linear(normed, gate_up, chosen, gate_up_bias, name="experts_gate_up")
+    gated = b.glu(
+        up,
+        act=layer.config.hidden_act,
+        limit=experts.gate_limit,
+        sharpness=experts.gate_sharpness,
+        up_offset=experts.up_offset,
+        name="experts_gated",
     )
-    up = b.expert_linear(normed, gate_up, chosen, name="experts_gate_up")
-    gated = b.glu(up, act=layer.config.hidden_act, name="experts_gated")
-    down = layer.expert_weight("experts_down", {names.down: hidden}, size, joined=names.joined_down)
-    results = b.expert_linear(gated, down, chosen, name="experts_down")
+    results = b.expert_linear(gated, down, chosen, down_bias, name="experts_down")
     return b.add(x, b.combine(results, scales, name="routed"), name="after_mlp")
 
 
-def _route(layer: Layer, normed: Value, names: ExpertNames) -> tuple[Value, Value]:
+def _expert_weights(
+    layer: Layer, names: ExpertNames | JoinedExperts
+) -> tuple[tuple[Value, Value | None], tuple[Value, Value | None]]:
+    """Declare the weight and the bias of gate and up, then those of down."""
+    b, experts, hidden = layer.b, layer.config.experts, layer.config.hidden_size
+    assert experts is not None, "a config without experts has no such layer"
+    size = experts.intermediate_size
+    if isinstance(names, ExpertNames):
+        modules, joined = {names.gate: size, names.up: size}, names.joined_gate_up
+        gate_up = layer.expert_weight("experts_gate_up", modules, hidden, joined=joined)
+        modules, joined = {names.down: hidden}, names.joined_down
+        down = layer.expert_weight("experts_down", modules, size, joined=joined)
+        return (gate_up, None), (down, None)
+
+    def declare(
+        name: str, tensor: str, rows: int, inputs: int, sections: tuple[int, ...] = ()
+    ) -> tuple[Value, Value | None]:
+        label, source = f"layers.{layer.index}.{name}", f"{layer.at}.{tensor}"
+        groups = sections[0] if sections else 1
+        order = partial(b.weight, sections=sections, groups=groups, stack=experts.num_experts)
+        weight = order(label, {source: rows}, inputs, transposed=True)
+        bias = order(f"{label}_bias", {f"{source}_bias": rows}) if experts.has_biases else None
+        return weight, bias
+
+    gate_up_rows = (size, size)
+    return (
+        declare("experts_gate_up", names.gate_up, 2 * size, hidden, gate_up_rows),
+        declare("experts_down", names.down, hidden, size),
+    )
+
+
+def _route(layer: Layer, normed: Value, module: str) -> tuple[Value, Value]:
     b, experts = layer.b, layer.config.experts
     assert experts is not None, "a config without experts has no such layer"
-    router = {names.router: experts.num_experts}
-    logits = layer.project(normed, "router", router, bias=False, out_dtype="f32")
+    router, has_bias = {module: experts.num_experts}, experts.has_biases
+    logits = layer.project(normed, "router", router, bias=has_bias, out_dtype="f32")
     correction = None
     if experts.has_correction:
         correction = b.weight(
             f"layers.{layer.index}.correction",
-            f"{layer.at}.{names.router}.e_score_correction_bias",
+            f"{layer.at}.{module}.e_score_correction_bias",
             experts.num_experts,
             dtype="f32",
         )

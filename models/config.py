@@ -105,6 +105,8 @@ _ONLY_NEUTRAL: dict[str, tuple[object, ...]] = {
     "rope_interleaved": (None, False),
     "scale_depth": (None,),
     "scale_emb": (None, 1),
+    "swiglu_alpha": (None, 1),
+    "swiglu_limit": (None, 0),
     "use_bidirectional_attention": (None, False),
     "use_parallel_residual": (None, False),
     "use_qk_norm": (None, False),
@@ -371,7 +373,7 @@ def _read_head_dim(
 def _check_only_neutral(reader: _Reader, architecture: str, defaults: Defaults | None) -> None:
     heeded: tuple[str, ...] = ()
     if architecture in EXPERTS:
-        heeded = EXPERTS[architecture].count_keys
+        heeded = EXPERTS[architecture].heeded_keys
     if defaults:
         heeded += (*defaults.unheeded_keys, *defaults.scales)
         heeded += ("use_qk_norm",) if defaults.has_head_norms_key else ()
@@ -584,6 +586,8 @@ def _read_ropes(
     Also gives the keys of the rope blocks that nobody reads.
     """
     shared, by_type = _merge_rope_blocks(reader)
+    if defaults and not shared and not by_type:
+        shared = dict(defaults.rope_block)
     if defaults is None or defaults.local_rope_theta is None:
         if by_type:
             raise SpecError(
@@ -641,7 +645,7 @@ def _read_rope(
         )
     allowed = _ROPE_REQUIRED[kind] + _ROPE_OPTIONAL[kind]
     values: dict[str, object] = {}
-    original = _one_spelling(reader, block, _ORIGINAL_WINDOW)
+    original = _one_spelling(reader, block, _ORIGINAL_WINDOW, "initial_context_length")
     if _ORIGINAL_WINDOW in allowed:  # elsewhere nothing is scaled from it
         values[_ORIGINAL_WINDOW] = original
     values.update({key: block.pop(key) for key in allowed if key in block})
@@ -774,9 +778,9 @@ def _one_spelling(reader: _Reader, block: dict[str, object], key: str, top_key: 
     other = reader.get(top_key) if top_key else None
     if top is not None and other is not None and not _same(top, other):
         _contradiction(key, top, top_key, other, "the same value")
-    top = other if top is None else top
+    name, top = (top_key, other) if top is None else (key, top)
     if top is not None and inner is not None and not _same(top, inner):
-        _contradiction(key, top, f"rope_parameters.{key}", inner, "the same value")
+        _contradiction(name, top, f"rope_parameters.{key}", inner, "the same value")
     return top if top is not None else inner
 
 

@@ -39,6 +39,7 @@ class Defaults:
     hidden_act: str = "silu"
     scales: Mapping[str, float | None] = field(default_factory=dict)
     rope_theta: float = 10000.0
+    rope_block: Mapping[str, object] = field(default_factory=dict)  # where the config has none
     partial_rotary_factor: float = 1.0
     has_head_norms_key: bool = False  # whether `use_qk_norm` has a meaning
     parallel_residual: bool | None = None  # None: no key decides it
@@ -331,6 +332,30 @@ DEFAULTS: dict[str, Defaults] = {
         has_head_norms_key=True,
         norm_eps=1e-5,
         partial_rotary_factor=0.5,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+    "GptOssForCausalLM": Defaults(
+        "gpt_oss",
+        131072,
+        num_kv_heads=8,
+        head_dim=64,
+        has_window=True,
+        sliding_window=128,
+        full_every=2,
+        biases=ATTENTION_BIAS,
+        biases_on=("attention_bias",),
+        norm_eps=1e-5,
+        rope_theta=150000.0,
+        rope_block={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        remark="experts in MXFP4 are widened to bfloat16 when they are loaded",
         bos_token_id=None,
         eos_token_id=None,
     ),

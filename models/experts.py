@@ -18,8 +18,10 @@ class ExpertsConfig:
 
     `intermediate_size` is the width of one expert, `shared_size` that of what every token passes,
     0 where there is none; `has_shared_gate` says that a gate scales it. `dense_layers` are the
-    layers that have a plain feed-forward instead. The rest are the parameters of the op `route`;
-    `has_correction` says that the checkpoint has a correction of the choice.
+    layers that have a plain feed-forward instead. `has_biases` says that the router and the experts
+    have biases; `gate_limit`, `gate_sharpness` and `up_offset` are parameters of the op `glu`. The
+    rest are those of the op `route`; `has_correction` says that the checkpoint has a correction of
+    the choice.
     """
 
     num_experts: int
@@ -35,6 +37,10 @@ class ExpertsConfig:
     shared_size: int
     has_shared_gate: bool
     dense_layers: tuple[int, ...]
+    has_biases: bool = False
+    gate_limit: float = 0.0
+    gate_sharpness: float = 1.0
+    up_offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,9 @@ class ExpertsDefaults:
     `count_keys` are the spellings of the number of experts. An `intermediate_size` of 0 says that
     experts have the model's. `normalise` None leaves it to `norm_topk_prob`, by default
     `norm_topk_prob`. `shared_size` is of the key `shared_expert_intermediate_size`, `num_shared` of
-    `n_shared_experts`, which counts experts. `dense_by` is the key that tells dense layers.
+    `n_shared_experts`, which counts experts. `dense_by` is the key that tells dense layers. A
+    `gate_limit` above 0 is the default of the key `swiglu_limit`, `gate_sharpness` then that of
+    `swiglu_alpha`.
     """
 
     count_keys: tuple[str, ...]
@@ -62,6 +70,16 @@ class ExpertsDefaults:
     has_shared_gate: bool = False
     dense_by: str = ""
     dense_default: int = 1
+    top_k_keys: tuple[str, ...] = ("num_experts_per_tok",)
+    has_biases: bool = False
+    gate_limit: float = 0.0
+    gate_sharpness: float = 1.0
+    up_offset: float = 0.0
+
+    @property
+    def heeded_keys(self) -> tuple[str, ...]:
+        """The keys that have a meaning here, though they have none for most architectures."""
+        return (*self.count_keys, *(("swiglu_limit", "swiglu_alpha") if self.gate_limit else ()))
 
 
 EXPERTS: dict[str, ExpertsDefaults] = {
@@ -91,6 +109,17 @@ EXPERTS: dict[str, ExpertsDefaults] = {
         num_shared=1,
         dense_by="first_k_dense_replace",
     ),
+    "GptOssForCausalLM": ExpertsDefaults(
+        ("num_local_experts", "num_experts"),
+        128,
+        4,
+        normalise=True,
+        top_k_keys=("num_experts_per_tok", "experts_per_token"),
+        has_biases=True,
+        gate_limit=7.0,
+        gate_sharpness=1.702,
+        up_offset=1.0,
+    ),
 }
 
 
@@ -114,7 +143,7 @@ def read_experts(
     if defaults is None:
         return None
     num_experts = _one_of(reader, defaults.count_keys, defaults.num_experts)
-    top_k = reader.positive_int("num_experts_per_tok", defaults.top_k)
+    top_k = _one_of(reader, defaults.top_k_keys, defaults.top_k)
     size = intermediate_size
     if defaults.intermediate_size:
         size = reader.positive_int("moe_intermediate_size", defaults.intermediate_size)
@@ -137,6 +166,10 @@ def read_experts(
         shared = reader.positive_int("shared_expert_intermediate_size", defaults.shared_size)
     if defaults.num_shared:
         shared = size * reader.positive_int("n_shared_experts", defaults.num_shared)
+    limit, sharpness = 0.0, 1.0
+    if defaults.gate_limit:
+        limit = reader.positive_number("swiglu_limit", defaults.gate_limit)
+        sharpness = reader.positive_number("swiglu_alpha", defaults.gate_sharpness)
     return ExpertsConfig(
         num_experts=num_experts,
         top_k=top_k,
@@ -151,6 +184,10 @@ def read_experts(
         shared_size=shared,
         has_shared_gate=defaults.has_shared_gate,
         dense_layers=tuple(_dense_layers(reader, defaults, num_layers)),
+        has_biases=defaults.has_biases,
+        gate_limit=limit,
+        gate_sharpness=sharpness,
+        up_offset=defaults.up_offset,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 
 from treadle.ir.errors import CheckpointError
 from treadle.runtime.gguf_source import GgufSource
+from treadle.runtime.mxfp4 import Mxfp4Source, is_mxfp4
 from treadle.runtime.safetensors_source import SafetensorsSource, TensorEntry
 
 _SAMPLE_BYTES = 256
@@ -42,7 +43,8 @@ class Checkpoint:
     """Hold an opened model: its config, and its tensors by Hugging Face names, read on demand.
 
     `config` has the keys of a config.json. Where that names no dtype, `torch_dtype` is filled in
-    from the weights; for a GGUF file the whole dict is made from the file's metadata.
+    from the weights; for a GGUF file the whole dict is made from the file's metadata. Where weights
+    are widened when they are read, the config no longer says that they are quantised.
     """
 
     path: Path
@@ -69,7 +71,7 @@ class Checkpoint:
         return self.source.shape(self._known(name))
 
     def dtype(self, name: str) -> torch.dtype:
-        """Give the dtype that `tensor` returns; float32 for quantised GGUF tensors.
+        """Give the dtype that `tensor` returns; float32 for quantised GGUF tensors, bf16 for MXFP4.
 
         Raises: CheckpointError: there is no such tensor.
         """
@@ -140,7 +142,9 @@ def open_checkpoint(path: str | Path, *, if_missing: str = "") -> Checkpoint:
 
 def _open(path: Path, if_missing: str) -> Checkpoint:
     if path.is_dir():
-        return Checkpoint(path, "safetensors", SafetensorsSource(path))
+        stored = SafetensorsSource(path)
+        source = Mxfp4Source(stored) if is_mxfp4(stored.config) else stored
+        return Checkpoint(path, "safetensors", source)
     if not path.exists():
         remedy = "Check the spelling."
         if not path.is_absolute() and len(path.parts) == 2:  # as in `org/model`

@@ -7,7 +7,7 @@ Everything here is f32; an op without a quick form is played by its reference. C
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import torch
@@ -153,10 +153,11 @@ class QuickForms:
         packed, bias = self._packed.glus[_weight(linear)], self._bias(linear)
         if bias is not None:
             bias = reference_quick.part_gate_up(bias, glu.params.interleave)
-        act = glu.params.act
+        form = asdict(glu.params)
+        del form["interleave"]  # the rows are packed one half after the other
 
         def step(env: Environment) -> None:
-            env[out] = reference_quick.linear_glu(env[x], packed, bias, act=act)
+            env[out] = reference_quick.linear_glu(env[x], packed, bias, **form)
 
         return step
 

@@ -6,6 +6,7 @@ there is a quick form of the whole. Called by the executor where no GPU is found
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -149,7 +150,24 @@ def reference_call(op: Op, graph: Graph) -> tuple[Callable[..., Any], dict[str, 
     if "kv_format" in accepted:
         cache = op.inputs[lookup(op.kind).operands.index("cache")]
         options["kv_format"] = graph.type_of(cache).kv_format
-    return function, options
+    return _by_name(function, op), options
+
+
+def _by_name(function: Callable[..., Any], op: Op) -> Callable[..., Any]:
+    """Give the function as it takes the op's operands in a row, though some may be absent."""
+    definition = lookup(op.kind)
+    names = definition.present(len(op.inputs))
+    if names == tuple(name.removesuffix("?") for name in definition.operands[: len(names)]):
+        return function
+    optional = names[definition.required :]
+
+    @functools.wraps(function)
+    def call(*tensors: torch.Tensor, **options: Any) -> Any:
+        count = len(tensors) - len(optional)
+        named = dict(zip(optional, tensors[count:], strict=True))
+        return function(*tensors[:count], **named, **options)
+
+    return call
 
 
 class _SharedInputs:

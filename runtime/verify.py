@@ -109,7 +109,8 @@ def _reference(
     for inner in op.plain:
         definition = ops.lookup(inner.kind)
         operands: list[torch.Tensor] = []
-        for operand, name in zip(definition.operands, inner.inputs, strict=False):
+        operand_names = definition.present(len(inner.inputs))
+        for operand, name in zip(operand_names, inner.inputs, strict=True):
             if name in state.caches:
                 # A body may read what it has appended: what it changed stands for the cache.
                 both = changed[name] if name in changed else torch.stack(state.caches[name])

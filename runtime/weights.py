@@ -31,7 +31,7 @@ KNOWN_EXTRAS = (
 NAMES_SHOWN = 6
 
 # What decides a loaded tensor: the names of its parts, the order of its rows, and its dtype.
-_Order = tuple[int, tuple[int, ...], int, tuple[int, ...]]
+_Order = tuple[int, tuple[int, ...], int, tuple[int, ...], bool]
 _Key = tuple[tuple[str, ...], _Order, torch.dtype]
 
 
@@ -45,7 +45,7 @@ def check_names(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
     asked: set[str] = set()
     missing: list[str] = []
     for weight in weights:
-        for source, shape in _sources(weight, present).items():
+        for source, shape in tensors_of(weight, present).items():
             asked.add(source)
             if source in present:
                 _check_tensor(checkpoint, source, shape)
@@ -75,7 +75,7 @@ def check_names(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
         )
 
 
-def _sources(weight: Weight, present: frozenset[str]) -> dict[str, tuple[int, ...]]:
+def tensors_of(weight: Weight, present: frozenset[str] = frozenset()) -> dict[str, tuple[int, ...]]:
     """Give the tensors that make up a weight, and their shapes: parts, or the fallback for them."""
     if weight.rope:
         return {}
@@ -87,9 +87,18 @@ def _sources(weight: Weight, present: frozenset[str]) -> dict[str, tuple[int, ..
         for expert in experts
         for name, rows in zip(weight.names_of(expert), weight.part_rows, strict=True)
     }
+    if _holds_all_experts(weight, weight.parts[0]):
+        parts = {weight.parts[0]: whole}
     if weight.fallback in present and not any(name in present for name in parts):
-        return {weight.fallback: whole}
+        parts = {weight.fallback: whole}
+    if weight.transposed:
+        return {name: (*shape[:-2], shape[-1], shape[-2]) for name, shape in parts.items()}
     return parts
+
+
+def _holds_all_experts(weight: Weight, source: str) -> bool:
+    """Say whether a tensor of a weight holds those of all experts as one."""
+    return bool(weight.stack) and source in (weight.fallback, *weight.parts) and "{}" not in source
 
 
 def _check_tensor(checkpoint: Checkpoint, name: str, expected: tuple[int, ...]) -> None:
@@ -105,8 +114,8 @@ def _check_tensor(checkpoint: Checkpoint, name: str, expected: tuple[int, ...]) 
         raise CheckpointError(
             f"`{name}` in {checkpoint.path} should hold floating-point numbers of 16 bits or more, "
             f"but holds {str(stored).removeprefix('torch.')}.",
-            remedy="Quantised safetensors are not supported: take the original checkpoint, or a "
-            "GGUF file of the model.",
+            remedy="Quantised safetensors other than MXFP4 are not supported: take the original "
+            "checkpoint, or a GGUF file of the model.",
         )
 
 
@@ -132,7 +141,13 @@ def load_weights(
             result[weight.name] = rope_table(weight.rope, max_context_tokens).to(device)
             continue
         sources = _choose_sources(weight, checkpoint, warn)
-        order = (weight.interleave, weight.sections, weight.groups, weight.rope_pairs)
+        order = (
+            weight.interleave,
+            weight.sections,
+            weight.groups,
+            weight.rope_pairs,
+            weight.transposed,
+        )
         key = (sources, order, TORCH_DTYPES[weight.type.dtype])
         by_key.setdefault(key, []).append(weight)
     names = [name for sources, _, _ in by_key for name in sources]
@@ -147,7 +162,7 @@ def load_weights(
 
         for (sources, _, dtype), same in by_key.items():
             parts = (take(name, dtype) for name in sources)
-            is_joined = sources == (same[0].fallback,)
+            is_joined = _holds_all_experts(same[0], sources[0])
             loaded = _assemble(same[0], parts, device, is_joined=is_joined)
             result |= {each.name: loaded for each in same}
     for name, dtype, is_finite in finite:
@@ -166,9 +181,14 @@ def _assemble(
 
     `is_joined` says that all experts are in one tensor.
     """
+
+    def in_order(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+        rows = [part.mT if weight.transposed else part for part in tensors]
+        rows = [sort_sections(part, weight.sections, weight.groups) for part in rows]
+        return arrange(rows, weight.interleave)
+
     if not weight.stack:
-        sorted_parts = [sort_sections(part, weight.sections, weight.groups) for part in parts]
-        return pair_halves(arrange(sorted_parts, weight.interleave), weight.rope_pairs)
+        return pair_halves(in_order(parts), weight.rope_pairs)
     dtype = TORCH_DTYPES[weight.type.dtype]
     stacked = torch.empty(weight.type.bound_shape({}), dtype=dtype, device=device)
     if is_joined:
@@ -176,7 +196,7 @@ def _assemble(
     else:
         experts = ([next(parts) for _ in weight.parts] for _ in range(weight.stack))
     for expert, own in enumerate(experts):
-        stacked[expert] = arrange(own, weight.interleave)
+        stacked[expert] = in_order(own)
     return stacked
 
 
@@ -186,7 +206,7 @@ def _choose_sources(
     """Give the tensors to load: the parts, or the fallback where they are absent or the same."""
     present = checkpoint.names()
     if weight.stack or weight.fallback not in present:
-        return tuple(_sources(weight, present))
+        return tuple(tensors_of(weight, present))
     (part,) = weight.parts
     if part not in present:
         return (weight.fallback,)

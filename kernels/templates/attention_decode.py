@@ -163,6 +163,12 @@ def SCORES(scores, tokens, context):
     return scores
 
 
+@triton.jit
+def SINKS(best, total, split, kv_head, heads):
+    """Begin the softmax of the first split with each head's sink: a score whose value is zero."""
+    return best, total
+
+
 # The step's metadata may be slices: their alignment must not select another compiled kernel.
 @triton.jit(
     do_not_specialize=["table_stride"],
@@ -236,6 +242,7 @@ def attention_decode(
     best = tl.full((BLOCK_H,), float("-inf"), tl.float32)  # [BLOCK_H]
     total = tl.zeros((BLOCK_H,), tl.float32)  # [BLOCK_H]
     acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)  # [BLOCK_H, BLOCK_D]
+    best, total = SINKS(best, total, split, kv_head, heads)
     for tile_start in range(start, stop, BLOCK_TOKENS):
         tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
         live = tokens < stop  # [BLOCK_TOKENS]

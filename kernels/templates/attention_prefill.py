@@ -65,6 +65,12 @@ def SCORES(scores, tokens, positions):
 
 
 @triton.jit
+def SINKS(best, total, heads):
+    """Begin the softmax of each row with its head's sink: a score whose value is zero."""
+    return best, total
+
+
+@triton.jit
 def _attend_tile(
     acc,
     best,
@@ -205,6 +211,7 @@ def attention_prefill(
     best = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)  # [BLOCK_ROWS]
     total = tl.zeros((BLOCK_ROWS,), tl.float32)  # [BLOCK_ROWS]
     acc = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)  # [BLOCK_ROWS, BLOCK_D]
+    best, total = SINKS(best, total, heads)
     pages_ptr = block_table_ptr + table_row.to(tl.int64) * table_stride
     page = _load_page(pages_ptr, 0, stop, PAGE_SIZE, BLOCK_TOKENS)
     # Every row sees every key of the full tiles: no mask.

@@ -58,6 +58,12 @@ def SCORES(scores, tokens, positions):
 
 
 @triton.jit
+def SINKS(best, total, heads):
+    """Begin the softmax of each row with its head's sink: a score whose value is zero."""
+    return best, total
+
+
+@triton.jit
 def _attend_tile(
     acc,
     best,
@@ -191,6 +197,7 @@ def attention_prefill_tma(
     best = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)  # [BLOCK_ROWS]
     total = tl.zeros((BLOCK_ROWS,), tl.float32)  # [BLOCK_ROWS]
     acc = tl.zeros((BLOCK_ROWS, HEAD_DIM), tl.float32)  # [BLOCK_ROWS, HEAD_DIM]
+    best, total = SINKS(best, total, heads)
     pages_ptr = block_table_ptr + table_row.to(tl.int64) * table_stride
     page = tl.load(pages_ptr, mask=stop > 0, other=0)
     # Every row sees every key of the full tiles: no mask.

@@ -1,7 +1,8 @@
-"""Apply a gated activation to rows: y = act(gate) * up.
+"""Apply a gated activation to rows: y = act(SHARPNESS * gate) / SHARPNESS * (up + UP_OFFSET).
 
 With INTERLEAVE 0 the first F of a row's 2F features are the gate and the rest up; with g > 0 groups
-of g gate features alternate with groups of g up features.
+of g gate features alternate with groups of g up features. A LIMIT above 0 cuts the gate off above
+it and up on both sides.
 
 Shapes (T tokens, F = WIDTH features out):
   gate_up  [T, 2F]: contiguous
@@ -15,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-SHAPE = dict(WIDTH=1536, ACT="silu", INTERLEAVE=0)
+SHAPE = dict(WIDTH=1536, ACT="silu", INTERLEAVE=0, LIMIT=0.0, SHARPNESS=1.0, UP_OFFSET=0.0)
 SCHEDULE = dict(BLOCK_F=1024, USE_PDL=False, num_warps=4, num_stages=1)
 
 
@@ -42,6 +43,9 @@ def glu(
     WIDTH: tl.constexpr,
     ACT: tl.constexpr,
     INTERLEAVE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHARPNESS: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
     BLOCK_F: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -57,7 +61,14 @@ def glu(
         tl.extra.cuda.gdc_wait()
     gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_F]
     up = tl.load(gate_ptrs + GROUP, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_F]
-    y = activate(gate, ACT) * up  # [BLOCK_F]
+    if LIMIT > 0.0:
+        gate = tl.minimum(gate, LIMIT)  # [BLOCK_F]
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)  # [BLOCK_F]
+    if SHARPNESS != 1.0:
+        gate = activate(gate * SHARPNESS, ACT) / SHARPNESS  # [BLOCK_F]
+    else:
+        gate = activate(gate, ACT)  # [BLOCK_F]
+    y = gate * (up + UP_OFFSET)  # [BLOCK_F]
     tl.store(y_ptr + token * WIDTH + feature, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 

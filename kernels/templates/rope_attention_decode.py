@@ -89,9 +89,34 @@ def _load_tile(
 
 
 @triton.jit
+def FIRST_PAGE(context, block_table_ptr):
+    """Leave out whole pages that nobody sees: give the length, and the table, without them."""
+    return context, block_table_ptr
+
+
+@triton.jit
+def LIVE(live, tokens, context):
+    """Say which of a tile's tokens count, beside that they are older than the newest."""
+    return live
+
+
+@triton.jit
+def SCORES(scores):
+    """Change scores before they are masked."""
+    return scores
+
+
+@triton.jit
+def SINKS(acc, best, total, split, kv_head, heads):
+    """Add each head's sink to the softmax of the first split: a score whose value is zero."""
+    return acc, best, total
+
+
+@triton.jit
 def _attend_tile(acc, best, total, q, k, v, live, SCALE_LOG2: tl.constexpr):
     """Add a tile of keys and values, of which some tokens are live, to the running softmax."""
     scores = tl.dot(q, tl.trans(k))  # [BLOCK_H, BLOCK_TOKENS]
+    scores = SCORES(scores)
     scores = tl.where(live[None, :], scores, float("-inf"))  # [BLOCK_H, BLOCK_TOKENS]
     new_best = tl.maximum(best, tl.max(scores, 1) * SCALE_LOG2)  # [BLOCK_H]
     rescale = tl.exp2(best - new_best)  # [BLOCK_H]
@@ -253,7 +278,9 @@ def rope_attention_decode(
     # which lets no dependent start before what it depends on has ended.
     table_row = tl.load(seq_rows_ptr + seq)
     context = tl.where(table_row < 0, 0, tl.load(context_lens_ptr + seq))
-    older = tl.maximum(context - 1, 0)  # also the newest token's position
+    position = tl.maximum(context - 1, 0)  # of the newest token
+    context, block_table_ptr = FIRST_PAGE(context, block_table_ptr)
+    older = tl.maximum(context - 1, 0)
     chunk = tl.maximum(tl.cdiv(older, MAX_SPLITS), MIN_CHUNK_TOKENS)
     chunk = tl.cdiv(chunk, BLOCK_TOKENS) * BLOCK_TOKENS
     num_splits = tl.maximum(tl.cdiv(older, chunk), 1)
@@ -273,7 +300,7 @@ def rope_attention_decode(
     # sin). What is beyond ROTARY_DIM is copied: cos 1, sin 0.
     rotates = dims < ROTARY_DIM  # [BLOCK_D]
     partner = tl.where(rotates, (dims + HALF) % ROTARY_DIM, dims)  # [BLOCK_D]
-    angle_ptr = cos_sin_ptr + older.to(tl.int64) * ROTARY_DIM
+    angle_ptr = cos_sin_ptr + position.to(tl.int64) * ROTARY_DIM
     cos = tl.load(angle_ptr + dims % HALF, mask=rotates, other=1.0)  # [BLOCK_D]
     sin = tl.load(angle_ptr + HALF + dims % HALF, mask=rotates, other=0.0)  # [BLOCK_D]
     sin = tl.where(dims < HALF, -sin, sin)  # [BLOCK_D]
@@ -329,16 +356,18 @@ def rope_attention_decode(
 
     # The softmax begins with the newest token, from registers; in other splits with none.
     products = q.to(tl.float32) * k_newest.to(tl.float32)[None, :]  # [BLOCK_H, BLOCK_D]
-    newest_score = tl.sum(products, 1) * SCALE_LOG2  # [BLOCK_H]
+    scores = tl.sum(products, 1)  # [BLOCK_H]
+    scores = SCORES(scores)
     # Without one the best score is lower than any, but finite: a tile may hold no live token.
-    best = tl.where(has_newest, newest_score, -1e30)  # [BLOCK_H]
+    best = tl.where(has_newest, scores * SCALE_LOG2, -1e30)  # [BLOCK_H]
     total = tl.zeros((BLOCK_H,), tl.float32) + tl.where(has_newest, 1.0, 0.0)  # [BLOCK_H]
     acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)  # [BLOCK_H, BLOCK_D]
     acc += v_newest.to(tl.float32)[None, :]  # [BLOCK_H, BLOCK_D]
+    acc, best, total = SINKS(acc, best, total, split, kv_head, heads)
     if LOAD_EARLY:
-        acc, best, total = _attend_tile(
-            acc, best, total, q, first_k, first_v, tokens < stop, SCALE_LOG2
-        )
+        live = tokens < stop  # [BLOCK_TOKENS]
+        live = LIVE(live, tokens, context)
+        acc, best, total = _attend_tile(acc, best, total, q, first_k, first_v, live, SCALE_LOG2)
         start += BLOCK_TOKENS
     for tile_start in range(start, stop, BLOCK_TOKENS):
         tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
@@ -349,7 +378,9 @@ def rope_attention_decode(
             v_cache_ptr, page, tokens, stop, kv_head, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_D
         )  # [BLOCK_TOKENS, BLOCK_D]
         page = _load_page(pages_ptr, tile_start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
-        acc, best, total = _attend_tile(acc, best, total, q, k, v, tokens < stop, SCALE_LOG2)
+        live = tokens < stop  # [BLOCK_TOKENS]
+        live = LIVE(live, tokens, context)
+        acc, best, total = _attend_tile(acc, best, total, q, k, v, live, SCALE_LOG2)
 
     if USE_PDL and TRIGGER_LATE:
         # The dependents' weights would have come in the way of this kernel's keys and values.

@@ -84,6 +84,42 @@ def test_appending_and_attending_are_joined_as_the_golden_shows(
     assert record.dump == golden("ir/llama.decode.joined.fuse_rope_attention.ir")
 
 
+def _with_sinks(kv_format: str = "") -> Graph:
+    b = GraphBuilder("sinking", step="mixed", dtype="f32", page_size=16, kv_format=kv_format)
+    x = b.embed(b.weight("embed", "embed", 32, 64))
+    q, k, v = b.split(x, 32, 16, 16, name="q k v")
+    sinks = b.weight("sinks", "sinks", 2)
+    heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "scale": 1.0}
+    y = b.attention(q, k, v, sinks, cache="kv.0", **heads)
+    return b.finish(b.linear(b.last_rows(y), b.weight("h", "h", 32, 32), out_dtype="f32"))
+
+
+def test_operands_that_come_together_may_be_left_out_before_another() -> None:
+    definition = ops.lookup("attention")
+    assert definition.present(7)[6:] == ("sinks",)
+    assert definition.present(8)[6:] == ("k", "v")
+    assert definition.present(9)[6:] == ("k", "v", "sinks")
+    assert not definition.present(5) and not definition.present(10)
+    graph = _with_sinks()
+    (attention,) = [op for op in graph.ops if op.kind == "attention"]
+    assert len(attention.inputs) == 7 and attention.inputs[-1] == "@sinks"
+    verify(graph, "authored")
+    assert parse_graph(print_graph(graph)) == graph
+
+
+def test_a_quantised_cache_with_sinks_is_refused() -> None:
+    with pytest.raises(SpecError, match="int8 cache with a window, a soft cap or sinks"):
+        _with_sinks("int8")
+
+
+def test_sinks_are_one_score_a_head() -> None:
+    graph = _with_sinks()
+    (op,) = [op for op in graph.ops if op.kind == "attention"]
+    types = [graph.type_of(name) for name in op.inputs]
+    with pytest.raises(ShapeError, match=r"sinks \[2\]"):
+        ops.infer_types("attention", op.params, (*types[:-1], types[-1].with_shape(3)))
+
+
 def test_a_step_of_several_tokens_per_sequence_is_not_joined_and_the_reason_is_kept() -> None:
     joined, records = run_passes(toy_graph("mixed"), few_tokens=False, joined=True)
     assert joined == run_passes(toy_graph("mixed"), few_tokens=False)[0]

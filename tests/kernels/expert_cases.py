@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,7 +31,10 @@ def choices_of(kind: str, num_tokens: int, top_k: int, num_experts: int, seed: i
 
 @dataclass(frozen=True)
 class ExpertCase:
-    """Name what is fused with a product of experts: any of `bias glu combine add`."""
+    """Name what is fused with a product of experts: any of `bias glu combine add`.
+
+    `glu clamped` is a gated activation with a limit, sharper, its up shifted.
+    """
 
     form: str
     by_expert: bool
@@ -60,6 +63,8 @@ class ExpertCase:
             body.append(Op("expert_linear", inputs, ("product",), ops.NoParams()))
         if self.has("glu"):
             params = ops.GluParams("silu", self.interleave)
+            if self.has("clamped"):
+                params = replace(params, limit=0.5, sharpness=1.702, up_offset=1.0)
             body.append(Op("glu", ("product",), ("gated",), params))
         if self.has("combine"):
             body.append(Op("combine", ("product", "scales"), ("routed",), ops.NoParams()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -29,6 +29,7 @@ class Case:
 
     Of `norm finish bias scale gelu glu add begin f32`, where `begin` and `finish` are the halves of
     a norm that two linears share.
+    `glu clamped` is a gated activation with a limit, sharper, its up shifted.
     """
 
     form: str = ""
@@ -98,6 +99,8 @@ class Case:
             result = "layers.0.activated"
         if self.has("glu"):
             glu = ops.GluParams("silu", self.interleave)
+            if self.has("clamped"):
+                glu = replace(glu, limit=0.5, sharpness=1.702, up_offset=1.0)
             body.append(Op("glu", (result,), ("layers.0.gated",), glu))
             result = "layers.0.gated"
         if self.has("add"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.ir import ops
+from treadle.ir import fuse, ops
 from treadle.ir.builder import GraphBuilder
 from treadle.ir.errors import KernelError, LoweringError
 from treadle.ir.graph import Op
@@ -209,21 +209,34 @@ ATTENTION = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "scale": 0.062
 
 
 @pytest.mark.parametrize(
-    "template", ["attention_decode", "attention_prefill", "attention_prefill_tma"]
+    "template",
+    [
+        "attention_decode",
+        "attention_prefill",
+        "attention_prefill_tma",
+        "rope_attention_decode",
+    ],
 )
-@pytest.mark.parametrize("form", ["", "window__cap"])
+@pytest.mark.parametrize("form", ["", "window__cap", "window__sinks"])
 def test_emitted_attention_is_golden(
     template: str, form: str, golden: Callable[[str], Golden]
 ) -> None:
-    step = "decode" if template == "attention_decode" else "mixed"
+    step = "decode" if template.endswith("decode") else "mixed"
     b = GraphBuilder("attending", step=step, dtype="bf16", page_size=64)
     x = b.embed(b.weight("embed", "embed", 32, 6144))
     q, k, v = b.split(x, 4096, 1024, 1024, name="q k v")
-    limits = {"window": 4096, "soft_cap": 50.0} if form else {}
-    y = b.attention(q, k, v, cache="kv.0", **ATTENTION, **limits)
+    limits = {"window": 4096 if "window" in form else 0, "soft_cap": 50.0 if "cap" in form else 0.0}
+    sinks = b.weight("sinks", "sinks", 32) if "sinks" in form else None
+    if template == "rope_attention_decode":
+        table = b.rope_table("rope", (1.0,) * 64)
+        q, k = (b.rope(part, table, head_dim=128) for part in (q, k))
+    y = b.attention(q, k, v, sinks, cache="kv.0", **ATTENTION, **limits)
     head = b.weight("h", "h", 32, 4096)
     graph = b.finish(b.linear(b.last_rows(y), head, out_dtype="f32"))
-    op = next(op for op in graph.ops if op.kind == "attention")
+    if template == "rope_attention_decode":
+        for rule in (fuse.fuse_rope_kv_write, fuse.fuse_rope_attention):
+            graph, _ = rule(graph)
+    op = next(op for op in graph.ops if op.plain[-1].kind == "attention")
     where = Situation({"T": 8192, "B": 8, "C": 8192}, step, "cuda", "sm_90")
     candidate = next(each for each in lower(op, graph, where) if each.template == template)
     assert candidate.emit() == golden(f"triton/{'__'.join([template, *form.split()])}.py")

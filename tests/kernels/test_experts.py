@@ -149,7 +149,7 @@ GROUPED: dict[str, dict[str, Fact]] = {
 }
 
 
-@pytest.mark.parametrize("form", ["", "bias", "glu", "bias glu"])
+@pytest.mark.parametrize("form", ["", "bias", "glu", "bias glu clamped"])
 @pytest.mark.parametrize("template", GROUPED)
 def test_a_product_by_expert_equals_the_reference(
     template: str, form: str, rng_seed: int, tmp_path: Path
@@ -175,7 +175,7 @@ def test_experts_without_a_token_and_with_all_of_them(
     check(template, case, kind, rng_seed, tmp_path, **GROUPED[template])
 
 
-@pytest.mark.parametrize("form", ["", "bias", "glu", "bias glu"])
+@pytest.mark.parametrize("form", ["", "bias", "glu", "bias glu clamped"])
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_a_product_of_each_choice_equals_the_reference(
     form: str, num_tokens: int, rng_seed: int, tmp_path: Path

@@ -66,6 +66,17 @@ CHANGES: dict[str, dict[str, object]] = {
         "head_dim": 128,
         "num_hidden_layers": 3,
     },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 2,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_local_experts": 32,
+        "head_dim": 64,
+        "sliding_window": 128,
+    },
 }
 # Families whose kernels are those of another one, and perhaps more: only those are theirs.
 LIKE = {

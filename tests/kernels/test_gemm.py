@@ -35,7 +35,7 @@ SMALL: dict[str, dict[str, int | bool]] = {
 TILED = [template for template in SMALL if template != "gemv"]
 SPLIT = ("matmul_skinny", "matmul_skinny_tma")
 FORMS = ["", "bias", "add", "glu", "bias glu", "glu add", "bias add", "f32", "bias glu add"]
-FORMS += ["scale add", "bias gelu", "gelu_tanh", "silu", "relu", "scale f32"]
+FORMS += ["scale add", "bias gelu", "gelu_tanh", "silu", "relu", "scale f32", "bias glu clamped"]
 NORM_FORMS = ["norm", "norm offset", "norm bias glu", "norm glu add", "norm f32"]
 
 

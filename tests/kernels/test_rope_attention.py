@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -43,12 +44,15 @@ class Step:
         """Heads of q and of k, and their width."""
         return (*self.inputs.q.shape[1:2], *self.inputs.k_cache.shape[1::2])  # type: ignore[return-value]
 
-    def launch(self, **schedule: Any) -> torch.Tensor:
-        """Run the kernel on these very caches, with poisoned output and scratch."""
-        inputs = self.inputs
-        shape = {**inputs.shape, "ROTARY_DIM": self.cos_sin.shape[1]}
+    def run(self, **schedule: Any) -> torch.Tensor:
+        """Run the template's kernel on these very caches, with poisoned output and scratch."""
+        shape = {**self.inputs.shape, "ROTARY_DIM": self.cos_sin.shape[1]}
         shape |= {"HEAD_NORM": bool(self.norm_weights), "EPS": 1e-3, "OFFSET": 0.5}
-        template = load_template("rope_attention_decode", shape=shape, schedule=schedule)
+        return self.launch(load_template("rope_attention_decode", shape=shape, schedule=schedule))
+
+    def launch(self, template: ModuleType, *extra: torch.Tensor) -> torch.Tensor:
+        """Run a kernel, which may take extra tensors before its output, as `run` does."""
+        inputs = self.inputs
         num_heads, num_kv_heads, head_dim = self.sizes
         num_partials = inputs.num_seqs * num_heads * template.SCHEDULE["MAX_SPLITS"]
         device = self.qkv.device
@@ -62,6 +66,7 @@ class Step:
             inputs.context_lens,
             inputs.k_cache,
             inputs.v_cache,
+            *extra,
             out,
             torch.full((num_partials * head_dim,), POISON, device=device),
             torch.full((num_partials,), POISON, device=device),
@@ -72,7 +77,7 @@ class Step:
         assert counters.tolist() == [0] * counters.numel()
         return out
 
-    def reference(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def reference(self, **limits: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Give what attention should give and what the caches should hold, from copies of them."""
         inputs = self.inputs
         num_heads, num_kv_heads, head_dim = self.sizes
@@ -105,6 +110,7 @@ class Step:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             scale=inputs.scale,
+            **limits,
         )
         return out, k_cache, v_cache
 
@@ -151,7 +157,7 @@ def draw_step(
 def check(step: Step, *, slack: float = 1.0, **schedule: Any) -> None:
     """Compare the output and both caches with the references; untouched slots stay NaN."""
     expected, *expected_caches = step.reference()
-    assert_same(step.launch(**schedule), expected, slack=slack)
+    assert_same(step.run(**schedule), expected, slack=slack)
     for cache, wanted in zip(
         (step.inputs.k_cache, step.inputs.v_cache), expected_caches, strict=True
     ):
@@ -208,20 +214,20 @@ def test_the_row_of_padding_is_trusted_over_its_length(device: str, rng_seed: in
     stale = torch.tensor([20, 40], dtype=torch.int32, device=device)
     step.inputs = dataclasses.replace(step.inputs, context_lens=stale)
     step.cos_sin = torch.cat([step.cos_sin, step.cos_sin])
-    out = step.launch(BLOCK_TOKENS=16, MAX_SPLITS=2, MIN_CHUNK_TOKENS=16)
+    out = step.run(BLOCK_TOKENS=16, MAX_SPLITS=2, MIN_CHUNK_TOKENS=16)
     assert torch.count_nonzero(out[1]) == 0
 
 
 def test_nothing_is_written_beyond_the_sequences(device: str, rng_seed: int) -> None:
     step = draw_step([20], SMALL_MODEL, device, rng_seed, spare_tokens=2)
-    out = step.launch(BLOCK_TOKENS=32, MAX_SPLITS=1)
+    out = step.run(BLOCK_TOKENS=32, MAX_SPLITS=1)
     assert bool(out[1:].isnan().all())
 
 
 def test_the_same_bits_come_again_whatever_the_order_of_splits(device: str, rng_seed: int) -> None:
     schedule = {"BLOCK_TOKENS": 16, "MAX_SPLITS": 8, "MIN_CHUNK_TOKENS": 16}
     first, again = (draw_step([90, 40], SMALL_MODEL, device, rng_seed) for _ in range(2))
-    assert torch.equal(first.launch(**schedule), again.launch(**schedule))
+    assert torch.equal(first.run(**schedule), again.run(**schedule))
 
 
 @pytest.mark.parametrize("model", [(8, 2, 64, 64, 16), (3, 1, 80, 48, 64)])

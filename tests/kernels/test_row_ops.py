@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.nn.functional import gelu
 
 from treadle.kernels import cross_compile, emit, reference
 
@@ -247,6 +248,24 @@ def test_glu_gates_rows(
     expected = reference.glu(gate_up, act=act, interleave=interleave)
     torch.testing.assert_close(y[:2], expected, rtol=TOLERANCE[dtype], atol=1e-5)
     assert y[2].isnan().all()
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu"])
+def test_glu_clamps_sharpens_and_shifts(act: str, device: str, rng_seed: int) -> None:
+    torch.manual_seed(rng_seed)
+    gate_up, y = torch.randn(2, 640) * 2, poisoned(2, 320, dtype=torch.float32)
+    form = {"limit": 1.5, "sharpness": 1.702, "up_offset": 1.0}
+    template = load_template(
+        "glu",
+        shape={"WIDTH": 320, "ACT": act, **{name.upper(): value for name, value in form.items()}},
+        schedule={"BLOCK_F": 256},
+    )
+    launch(template, gate_up, y, 2, device=device)
+    gate, up = gate_up.double().clamp(max=1.5).chunk(2, dim=-1)
+    up = up.clamp(min=-1.5) + 1.0
+    gate = gate * torch.sigmoid(1.702 * gate) if act == "silu" else gelu(1.702 * gate) / 1.702
+    for found in (y, reference.glu(gate_up, act=act, **form)):
+        torch.testing.assert_close(found, (gate * up).float(), rtol=1e-5, atol=1e-5)
 
 
 # --- rope and cache append ----------------------------------------------------------------------

@@ -1,0 +1,315 @@
+"""`attention_decode_window_sinks`: attend causally from each token to the tokens of its row,
+through the pages.
+
+Covers:
+  attended: bf16[T, 4096] = attention(q_rope, kv, block_table, seq_rows, query_start,
+    context_lens, @sinks; num_heads=64, num_kv_heads=8, head_dim=64, scale=0.125, window=128)
+
+Must move 128 bytes and 16,384 per token; must compute 0 operations per token.
+Keys and values come on top: their bytes and operations per context token.
+
+Schedule: BLOCK_TOKENS=64, MAX_SPLITS=2, MIN_CHUNK_TOKENS=128, USE_PDL=True, TRIGGER_LATE=False,
+  num_warps=4, num_stages=3
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+SHAPE = dict(NUM_HEADS=64, NUM_KV_HEADS=8, HEAD_DIM=64, PAGE_SIZE=64, SCALE=0.125)
+SCHEDULE = dict(
+    BLOCK_TOKENS=64,
+    MAX_SPLITS=2,
+    MIN_CHUNK_TOKENS=128,
+    USE_PDL=True,
+    TRIGGER_LATE=False,
+    num_warps=4,
+    num_stages=3,
+)
+
+
+@triton.jit
+def _load_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """Give the page id of a tile: one number, or one per token if the tile spans pages."""
+    if PAGE_SIZE % BLOCK_TOKENS == 0:
+        page = tl.load(pages_ptr + tile_start // PAGE_SIZE, mask=tile_start < stop, other=0)
+        return page.to(tl.int64)
+    else:
+        tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
+        page = tl.load(pages_ptr + tokens // PAGE_SIZE, mask=tokens < stop, other=0)
+        return page.to(tl.int64)[:, None]  # [BLOCK_TOKENS, 1]
+
+
+@triton.jit
+def _add_splits(
+    acc,
+    best,
+    total,
+    partial_out_ptr,
+    partial_lse_ptr,
+    first,
+    num_splits,
+    GROUP_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """Merge the partial results of BLOCK_SPLITS splits into those of the splits before them."""
+    splits = first + tl.arange(0, BLOCK_SPLITS)  # [BLOCK_SPLITS]
+    heads = tl.arange(0, acc.shape[0])
+    dims = tl.arange(0, acc.shape[1])
+    live = (splits < num_splits)[:, None]  # [BLOCK_SPLITS, 1]
+    mask = (heads < GROUP_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_H, BLOCK_D]
+    rows = splits[:, None] * GROUP_HEADS + heads[None, :]  # [BLOCK_SPLITS, BLOCK_H]
+    # Other programs wrote these: `.cg` reads from L2, not from this multiprocessor's own cache.
+    lse = tl.load(
+        partial_lse_ptr + rows,
+        mask=live & (heads < GROUP_HEADS)[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )  # [BLOCK_SPLITS, BLOCK_H]
+    lse = tl.where(live, lse, float("-inf"))  # [BLOCK_SPLITS, BLOCK_H]
+    partial = tl.load(
+        partial_out_ptr + rows[:, :, None] * HEAD_DIM + dims[None, None, :],
+        mask=live[:, :, None] & mask[None, :, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )  # [BLOCK_SPLITS, BLOCK_H, BLOCK_D]
+    new_best = tl.maximum(best, tl.max(lse, 0))  # [BLOCK_H]
+    rescale = tl.exp2(best - new_best)  # [BLOCK_H]
+    weights = tl.exp2(lse - new_best[None, :])  # [BLOCK_SPLITS, BLOCK_H]
+    total = total * rescale + tl.sum(weights, 0)  # [BLOCK_H]
+    update = tl.sum(partial * weights[:, :, None], 0)  # [BLOCK_H, BLOCK_D]
+    return acc * rescale[:, None] + update, new_best, total
+
+
+@triton.jit
+def _combine_splits(
+    partial_out_ptr,
+    partial_lse_ptr,
+    out_ptr,
+    num_splits,
+    GROUP_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """Merge the partial results of one sequence and KV head, in the order of the splits."""
+    BLOCK_H: tl.constexpr = triton.next_power_of_2(GROUP_HEADS)
+    # One program merges while the others are done: what counts is latency, not bandwidth. All
+    # splits are read at once where registers hold them, else 2048 values at a time, three of these
+    # tiles in flight.
+    TILE_SIZE: tl.constexpr = BLOCK_H * BLOCK_D
+    best = tl.full((BLOCK_H,), float("-inf"), tl.float32)  # [BLOCK_H]
+    total = tl.zeros((BLOCK_H,), tl.float32)  # [BLOCK_H]
+    acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)  # [BLOCK_H, BLOCK_D]
+    if MAX_SPLITS * TILE_SIZE <= 8192:
+        acc, best, total = _add_splits(
+            acc,
+            best,
+            total,
+            partial_out_ptr,
+            partial_lse_ptr,
+            0,
+            num_splits,
+            GROUP_HEADS,
+            HEAD_DIM,
+            triton.next_power_of_2(MAX_SPLITS),
+        )
+    else:
+        BLOCK_SPLITS: tl.constexpr = 2048 // TILE_SIZE if TILE_SIZE < 2048 else 1
+        for first in tl.range(0, num_splits, BLOCK_SPLITS, num_stages=4):
+            acc, best, total = _add_splits(
+                acc,
+                best,
+                total,
+                partial_out_ptr,
+                partial_lse_ptr,
+                first,
+                num_splits,
+                GROUP_HEADS,
+                HEAD_DIM,
+                BLOCK_SPLITS,
+            )
+    acc = acc / total[:, None]  # [BLOCK_H, BLOCK_D]
+    heads = tl.arange(0, BLOCK_H)
+    dims = tl.arange(0, BLOCK_D)
+    mask = (heads < GROUP_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_H, BLOCK_D]
+    offsets = heads[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_H, BLOCK_D]
+    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+# The step's metadata may be slices: their alignment must not select another compiled kernel.
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["block_table_ptr", "seq_rows_ptr", "context_lens_ptr"],
+)
+def attention_decode_window_sinks(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_table_ptr,
+    seq_rows_ptr,
+    context_lens_ptr,
+    sinks_ptr,
+    out_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    counters_ptr,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    MIN_CHUNK_TOKENS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+    TRIGGER_LATE: tl.constexpr,
+):
+    # Grid: axis 0 = KV head, axis 1 = sequence, axis 2 = split of the sequence's tokens.
+    kv_head = tl.program_id(0)
+    seq = tl.program_id(1)
+    split = tl.program_id(2)
+    GROUP_HEADS: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    # The query heads of a KV head are the rows of the score tile; a dot wants 16 of everything.
+    BLOCK_H: tl.constexpr = 16 if GROUP_HEADS < 16 else triton.next_power_of_2(GROUP_HEADS)
+    BLOCK_D: tl.constexpr = 16 if HEAD_DIM < 16 else triton.next_power_of_2(HEAD_DIM)
+    # Scores are kept in units of log2: each exponential is then one exp2 of one multiply-add.
+    SCALE_LOG2: tl.constexpr = SCALE * 1.4426950408889634
+    if USE_PDL and not TRIGGER_LATE:
+        tl.extra.cuda.gdc_launch_dependents()
+
+    # Rows, lengths and pages are older than the kernel before this one and can be read before the
+    # wait for it; the queries and the newest keys and values can't.
+    table_row = tl.load(seq_rows_ptr + seq)
+    context = tl.where(table_row < 0, 0, tl.load(context_lens_ptr + seq))
+    # Whole pages before the window of 128 tokens are left out.
+    skipped = tl.maximum(context - 128, 0) // PAGE_SIZE
+    context -= skipped * PAGE_SIZE
+    block_table_ptr += skipped
+    chunk = tl.maximum(tl.cdiv(context, MAX_SPLITS), MIN_CHUNK_TOKENS)
+    chunk = tl.cdiv(chunk, BLOCK_TOKENS) * BLOCK_TOKENS
+    num_splits = tl.maximum(tl.cdiv(context, chunk), 1)
+    if split >= num_splits:
+        return
+    start = split * chunk
+    stop = tl.minimum(start + chunk, context)
+
+    heads = tl.arange(0, BLOCK_H)
+    dims = tl.arange(0, BLOCK_D)
+    mask = (heads < GROUP_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_H, BLOCK_D]
+    offsets = heads[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_H, BLOCK_D]
+    q_ptr += (seq * NUM_HEADS + kv_head * GROUP_HEADS) * HEAD_DIM
+    out_ptr += (seq * NUM_HEADS + kv_head * GROUP_HEADS) * HEAD_DIM
+    pages_ptr = block_table_ptr + table_row.to(tl.int64) * table_stride
+    # The page id of a tile is loaded one tile ahead: were it loaded for the same tile, the pipeline
+    # would need two of its stages to fetch one tile.
+    page = _load_page(pages_ptr, start, stop, PAGE_SIZE, BLOCK_TOKENS)
+    if USE_PDL:
+        # The first split of every sequence comes by here, so this kernel can't end before the
+        # kernels it depends on.
+        tl.extra.cuda.gdc_wait()
+    q = tl.load(q_ptr + offsets, mask=mask, other=0.0)  # [BLOCK_H, BLOCK_D]
+
+    best = tl.full((BLOCK_H,), float("-inf"), tl.float32)  # [BLOCK_H]
+    total = tl.zeros((BLOCK_H,), tl.float32)  # [BLOCK_H]
+    acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)  # [BLOCK_H, BLOCK_D]
+    # The sink is one more score, whose value is zero.
+    sink = tl.load(sinks_ptr + kv_head * GROUP_HEADS + heads, mask=heads < GROUP_HEADS, other=0.0)
+    sink = sink.to(tl.float32) * 1.4426950408889634
+    best = tl.where(split == 0, sink, best)  # [BLOCK_H]
+    total += tl.where(split == 0, 1.0, 0.0)  # [BLOCK_H]
+    for tile_start in range(start, stop, BLOCK_TOKENS):
+        tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
+        live = tokens < stop  # [BLOCK_TOKENS]
+        page_offset = (page * NUM_KV_HEADS + kv_head) * (PAGE_SIZE * HEAD_DIM)
+        slot_offsets = (tokens % PAGE_SIZE)[:, None] * HEAD_DIM + dims[None, :]
+        # Slots that hold no token of the sequence are not read: they may hold anything, NaN too.
+        kv_mask = live[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_TOKENS, BLOCK_D]
+        k_ptrs = k_cache_ptr + page_offset + slot_offsets  # [BLOCK_TOKENS, BLOCK_D]
+        v_ptrs = v_cache_ptr + page_offset + slot_offsets  # [BLOCK_TOKENS, BLOCK_D]
+        k = tl.load(k_ptrs, mask=kv_mask, other=0.0)  # [BLOCK_TOKENS, BLOCK_D]
+        v = tl.load(v_ptrs, mask=kv_mask, other=0.0)  # [BLOCK_TOKENS, BLOCK_D]
+        page = _load_page(pages_ptr, tile_start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
+
+        scores = tl.dot(q, tl.trans(k))  # [BLOCK_H, BLOCK_TOKENS]
+        # Not infinite: a row may see nothing of its first tiles.
+        seen = tokens[None, :] >= context - 128
+        scores = tl.where(seen, scores, -1.0e30)
+        scores = tl.where(live[None, :], scores, float("-inf"))  # [BLOCK_H, BLOCK_TOKENS]
+        new_best = tl.maximum(best, tl.max(scores, 1) * SCALE_LOG2)  # [BLOCK_H]
+        rescale = tl.exp2(best - new_best)  # [BLOCK_H]
+        weights = tl.exp2(scores * SCALE_LOG2 - new_best[:, None])  # [BLOCK_H, BLOCK_TOKENS]
+        total = total * rescale + tl.sum(weights, 1)  # [BLOCK_H]
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None])  # [BLOCK_H, BLOCK_D]
+        best = new_best  # [BLOCK_H]
+
+    if USE_PDL and TRIGGER_LATE:
+        # The dependents' weights would have come in the way of this kernel's keys and values.
+        tl.extra.cuda.gdc_launch_dependents()
+    # A padding sequence read nothing: its zeros are divided by one.
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # [BLOCK_H, BLOCK_D]
+    if num_splits == 1:
+        tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        group = seq * NUM_KV_HEADS + kv_head
+        partial_out_ptr += group.to(tl.int64) * (MAX_SPLITS * GROUP_HEADS * HEAD_DIM)
+        partial_lse_ptr += group * (MAX_SPLITS * GROUP_HEADS)
+        tl.store(partial_out_ptr + split * (GROUP_HEADS * HEAD_DIM) + offsets, acc, mask=mask)
+        lse = best + tl.log2(total)  # [BLOCK_H]
+        tl.store(partial_lse_ptr + split * GROUP_HEADS + heads, lse, mask=heads < GROUP_HEADS)
+        # All threads have stored before one of them announces the split; acq_rel then shows the
+        # stores of every split to the program that arrives last.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters_ptr + group, 1, sem="acq_rel")
+        if arrived == num_splits - 1:
+            tl.debug_barrier()
+            _combine_splits(
+                partial_out_ptr,
+                partial_lse_ptr,
+                out_ptr,
+                num_splits,
+                GROUP_HEADS,
+                HEAD_DIM,
+                BLOCK_D,
+                MAX_SPLITS,
+            )
+            tl.store(counters_ptr + group, 0)
+
+
+def launch(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_rows: torch.Tensor,
+    context_lens: torch.Tensor,
+    sinks: torch.Tensor,
+    out: torch.Tensor,
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    counters: torch.Tensor,
+    num_seqs: int,
+) -> None:
+    """Write the attention output of the first `num_seqs` sequences to `out`."""
+    grid = (SHAPE["NUM_KV_HEADS"], num_seqs, SCHEDULE["MAX_SPLITS"])
+    pdl = {"launch_pdl": True} if SCHEDULE["USE_PDL"] else {}
+    attention_decode_window_sinks[grid](
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_rows,
+        context_lens,
+        sinks,
+        out,
+        partial_out,
+        partial_lse,
+        counters,
+        block_table.stride(0),
+        **SHAPE,
+        **SCHEDULE,
+        **pdl,
+        enable_fp_fusion=True,
+    )
