@@ -136,19 +136,27 @@ class Executor:
         self._adjusts = any(sequence.adjusted for sequence in sampling)
         self._constrained = tuple(s for s in sampling if s.constraint is not None)
         wishes = [
-            Wish(index, sequence.request_id, sequence.params.logprobs)
+            Wish(
+                index,
+                sequence.request_id,
+                sequence.params.logprobs,
+                tells_logits=sequence.params.tells_logits,
+            )
             for index, sequence in enumerate(plan.decodes)
             if sequence.params.logprobs is not None
         ]
         for index, chunk in enumerate(plan.chunks, start=plan.num_decode):
             sequence, params = chunk.sequence, chunk.sequence.params
             if chunk.samples and params.logprobs is not None:
-                wishes.append(Wish(index, sequence.request_id, params.logprobs))
+                key, told = sequence.request_id, params.tells_logits
+                wishes.append(Wish(index, key, params.logprobs, tells_logits=told))
             elif chunk.scores:
                 assert params.prompt_logprobs is not None, "the scheduler scores for nobody else"
                 target = sequence.prompt_ids[chunk.stop]
-                key = (sequence.request_id, chunk.stop)
-                wishes.append(Wish(index, key, params.prompt_logprobs, target))
+                place = (sequence.request_id, chunk.stop)
+                wishes.append(
+                    Wish(index, place, params.prompt_logprobs, target, params.tells_logits)
+                )
         self._wishes = tuple(wishes)
         self._wished_slices = None
         if self._wishes:

@@ -46,9 +46,13 @@ def force_calls(
     special_id: Callable[[str], int | None],
     *,
     several: bool,
+    is_opened: bool = False,
     param: str = "tool_choice",
 ) -> Structure:
     """Give the form of an answer that is one tool call, or `several`, and nothing else.
+
+    `is_opened`: of what follows the first text of a call's opening, which the model wrote of its
+    own accord, perhaps in one token with the line break behind it.
 
     `tools` maps each name to the JSON Schema of its arguments. `special_id` gives the token of a
     text that is a special token of the model's, which is then written as that token.
@@ -74,8 +78,12 @@ def force_calls(
     ]
     options = [f"call_{index}: %json {json.dumps(call)}" for index, call in enumerate(calls)]
     any_call = " | ".join(f"call_{index}" for index in range(len(calls)))
-    start = "start: call"
+    start = "start: first" if is_opened else "start: call"
     if several and form.separator is not None:
         start += f" ({json.dumps(form.separator)} call){{0,{MAX_FORCED_CALLS - 1}}}"
     whole = f"call: {literals(form.opening)} ({any_call}) {literals(form.closing)}"
-    return Structure("grammar", "\n".join([start, whole, *options]), param)
+    lines = [start, whole, *options]
+    if is_opened:
+        rest = literals(tuple(text for text in form.opening[1:] if text.strip()))
+        lines.append(f"first: {rest} /[ \\n]?/ ({any_call}) {literals(form.closing)}")
+    return Structure("grammar", "\n".join(lines), param)

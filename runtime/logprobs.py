@@ -12,6 +12,7 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from treadle.runtime.request import TokenLogprobs
@@ -24,13 +25,15 @@ LEAST_LOGPROB = -9999.0
 class Wish:
     """Say that a slice's token is asked about, for how many likeliest ones; `key` names the answer.
 
-    `target` is the token asked about; -1: the one that is sampled.
+    `target` is the token asked about; -1: the one that is sampled. `tells_logits`: the row of
+    logits too.
     """
 
     slice_index: int
     key: Hashable
     num_top: int
     target: int = -1
+    tells_logits: bool = False
 
 
 def log_probabilities(
@@ -63,10 +66,16 @@ class PendingLogprobs:
             chosen_ids = torch.where(asked >= 0, asked, chosen_ids)
         found = (chosen_ids, *log_probabilities(logits.float(), chosen_ids, num_top))
         self._fetched = [_fetch(tensor) for tensor in found]
+        self._told = [index for index, wish in enumerate(wishes) if wish.tells_logits]
+        self._logits = _fetch(logits[self._told].float()) if self._told else None
 
     def take(self) -> dict[Hashable, TokenLogprobs]:
         """Give the answers by their keys, once the step is known to be done."""
         chosen_ids, chosen, largest, ids = (tensor.tolist() for tensor in self._fetched)
+        rows: dict[int, np.ndarray] = {}
+        if self._logits is not None:
+            # Copied: what is pinned is scarce, and a client may keep a row for long.
+            rows = dict(zip(self._told, self._logits.numpy().copy(), strict=True))
         answers: dict[Hashable, TokenLogprobs] = {}
         for index, wish in enumerate(self._wishes):
             pairs = zip(ids[index][: wish.num_top], largest[index], strict=False)
@@ -74,6 +83,7 @@ class PendingLogprobs:
                 chosen_ids[index],
                 _finite(chosen[index]),
                 tuple((token, _finite(value)) for token, value in pairs),
+                rows.get(index),
             )
         return answers
 

@@ -18,6 +18,9 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
+
 from treadle.ir.errors import ConfigError, RequestError, TreadleError
 from treadle.runtime import artifact as artifacts
 from treadle.runtime import compiler
@@ -137,9 +140,10 @@ def _check_artifact(path: Path, config: EngineConfig, dtype: str) -> None:
 
 @dataclass(frozen=True)
 class _Work:
-    """One prompt, where it stands in the list, and how it is to be answered."""
+    """One answer to make: to which prompt, as which of its choices, and how."""
 
     index: int
+    choice: int
     prompt: Any
     params: SamplingParams
     do_preprocess: bool
@@ -187,24 +191,30 @@ class Pipeline:
         text and the token ids that stand for it. A text is put into the chat template as a user's
         message, where there is one; `do_preprocess` False leaves it as it is. Token ids never
         change. `gen_config`: one for all, or one each.
-        Returns: a Response for one prompt, a list for a list. What is wrong with one prompt is told
-        in its Response and touches no other.
+        Returns: a Response for one prompt, a list for a list; with `n` above 1 each prompt has a
+        list of as many Responses in its place. What is wrong with one prompt is told in its
+        Response and touches no other.
         Raises: RequestError: no prompts in any of these forms, or a config with a mistake.
         TreadleError: what broke the engine.
         """
         work, is_single = self._read(prompts, gen_config, do_preprocess)
-        answers = [Response(index=each.index) for each in work]
+        answers: list[list[Response]] = []
+        for each in work:
+            if each.choice == 0:
+                answers.append([])
+            answers[-1].append(Response(index=each.index, choice=each.choice))
 
         def add(chunk: Response) -> None:
-            answers[chunk.index].extend(chunk)
+            answers[chunk.index][chunk.choice].extend(chunk)
 
         self._wait(self._launch(self._answer_all(work, add)))
-        return answers[0] if is_single else answers
+        given = [one[0] if len(one) == 1 else one for one in answers]
+        return given[0] if is_single else given
 
     def stream_infer(
         self, prompts: Any, gen_config: Configs = None, *, do_preprocess: bool = True
     ) -> Generator[Response, None, None]:
-        """Answer as `infer` does, but give each piece as it comes; `index` says whose it is.
+        """Answer as `infer` does, but give each piece as it comes; `index` and `choice` say whose.
 
         Answers begin with the first piece that is asked for. An iterator that is closed gives up
         those that still run.
@@ -237,6 +247,29 @@ class Pipeline:
         async with self._slots:
             whole = await collect(self._engine.submit(token_ids, params))
         return -math.fsum(one.logprob for one in whole.prompt_logprobs) / (len(token_ids) - 1)
+
+    def get_logits(self, input_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Give the model's logits after each token of each list, f32[T, V], as the model gave them.
+
+        A list takes a slice of a step per token, and 4 V bytes per token of memory.
+        Raises: RequestError: an empty list, or one longer than the window.
+        """
+        listed: list[Any] = list(input_ids)
+        if listed and isinstance(listed[0], int):
+            listed = [listed]
+        return self._wait(self._launch(self._read_all(listed)))
+
+    async def _read_all(self, listed: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        return list(await asyncio.gather(*map(self._read_logits, listed)))
+
+    async def _read_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, logprobs=0, prompt_logprobs=0, tells_logits=True
+        )
+        async with self._slots:
+            whole = await collect(self._engine.submit(token_ids, params))
+        rows = [one.logits for one in (*whole.prompt_logprobs, *whole.logprobs)]
+        return torch.from_numpy(np.stack(rows))
 
     def session(self) -> Session:
         """Begin a conversation."""
@@ -293,8 +326,8 @@ class Pipeline:
     ) -> tuple[list[_Work], bool]:
         listed, is_single = _list_prompts(prompts)
         if gen_config is None or isinstance(gen_config, GenerationConfig):
-            shared = (gen_config or GenerationConfig()).sampling()
-            each = [shared] * len(listed)
+            config = gen_config or GenerationConfig()
+            each = [(config.sampling(), config.n)] * len(listed)
         else:
             if len(gen_config) != len(listed):
                 raise RequestError(
@@ -302,9 +335,13 @@ class Pipeline:
                     f"found {len(gen_config)}.",
                     param="gen_config",
                 )
-            each = [config.sampling() for config in gen_config]
-        pairs = enumerate(zip(listed, each, strict=True))
-        return [_Work(i, prompt, params, do_preprocess) for i, (prompt, params) in pairs], is_single
+            each = [(config.sampling(), config.n) for config in gen_config]
+        work = [
+            _Work(index, choice, prompt, params.for_choice(choice), do_preprocess)
+            for index, (prompt, (params, n)) in enumerate(zip(listed, each, strict=True))
+            for choice in range(n)
+        ]
+        return work, is_single
 
     def _prepare(self, work: _Work) -> tuple[Sequence[int], SamplingParams]:
         """Turn a prompt into token ids and fit its answer into the window."""
@@ -389,7 +426,7 @@ class Pipeline:
                 generation = self._engine.submit(prompt_ids, params)
                 try:
                     async for delta in generation:
-                        give(_chunk(work.index, delta))
+                        give(_chunk(work, delta))
                 finally:
                     generation.abort()
         except TreadleError as error:
@@ -397,6 +434,7 @@ class Pipeline:
             give(
                 Response(
                     index=work.index,
+                    choice=work.choice,
                     input_token_len=input_token_len,
                     finish_reason="error",
                     error_code=code or "invalid_request",
@@ -441,6 +479,11 @@ class Session:
         """Yield the pieces of the answer to the next turn, which joins the history when whole."""
         if self._closed:
             raise RequestError("The session is closed.", remedy="Begin a new one.")
+        if gen_config is not None and gen_config.n != 1:
+            raise RequestError(
+                f"A turn of a conversation has one answer: expected `n` 1, found {gen_config.n}.",
+                param="n",
+            )
         messages: list[dict[str, Any]] = []
         for asked, answer in self.history:
             messages += [*_messages(asked), {"role": "assistant", "content": answer}]
@@ -513,7 +556,8 @@ def _is_pair(prompt: Any) -> bool:
     )
 
 
-def _chunk(index: int, delta: Delta) -> Response:
+def _chunk(work: _Work, delta: Delta) -> Response:
+    scored = (*delta.prompt_logprobs, *delta.logprobs)
     return Response(
         text=delta.text,
         generate_token_len=delta.usage.completion_tokens,
@@ -521,7 +565,9 @@ def _chunk(index: int, delta: Delta) -> Response:
         finish_reason=None if delta.finish_reason is None else delta.finish_reason.value,
         token_ids=list(delta.token_ids),
         logprobs=[dict((*one.top, (one.token_id, one.logprob))) for one in delta.logprobs] or None,
-        index=index,
+        logit_rows=[one.logits for one in scored if one.logits is not None],
+        index=work.index,
+        choice=work.choice,
         cached_tokens=delta.usage.cached_tokens,
         stop_reason=delta.stop_reason,
     )

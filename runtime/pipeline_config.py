@@ -10,10 +10,13 @@ import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treadle.ir.errors import ConfigError, RequestError
 from treadle.runtime.request import JSON_OBJECT, SamplingParams, Structure, show_value
+
+if TYPE_CHECKING:
+    import torch
 
 # LMDeploy's names of settings -> ours.
 ALIASES = {
@@ -141,7 +144,10 @@ class GenerationConfig:
     the answer; `bad_words` and `bad_token_ids` are never written; `response_format` is the answer's
     form, as over HTTP; `logit_bias` maps tokens to what is added to their logits. `logprobs`: tell
     the log probability of each token and of this many likeliest ones, the model's own, before
-    temperature and all else. Fields that are marked only take their defaults so far.
+    temperature and all else. `n`: so many answers to each prompt, with seeds of their own.
+    `output_logits`: generation, for the logits that each token of the answer was drawn from, or
+    all, for those of the prompt's tokens after the first before them; `logprobs` come with them.
+    Fields that are marked only take their defaults so far.
     """
 
     max_new_tokens: int | None = 512
@@ -157,7 +163,7 @@ class GenerationConfig:
     min_new_tokens: int | None = None
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
-    n: int = field(default=1, metadata=NOT_YET)
+    n: int = 1
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -168,7 +174,7 @@ class GenerationConfig:
     spaces_between_special_tokens: bool = field(default=True, metadata=NOT_YET)
     response_format: Any = None
     logits_processors: Any = field(default=None, metadata=NOT_YET)
-    output_logits: str | None = field(default=None, metadata=NOT_YET)
+    output_logits: str | None = None
     output_last_hidden_state: str | None = field(default=None, metadata=NOT_YET)
     return_ppl: bool = field(default=False, metadata=NOT_YET)
     repetition_ngram_size: int = field(default=0, metadata=NOT_YET)
@@ -198,6 +204,16 @@ class GenerationConfig:
                     f"{show_value(getattr(self, name))}.",
                     param=name,
                 )
+        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
+            raise RequestError(
+                f"Expected `n` to be a whole number from 1, found {show_value(self.n)}.", param="n"
+            )
+        if self.output_logits not in (None, "generation", "all"):
+            raise RequestError(
+                "Expected `output_logits` to be None, 'generation' or 'all', found "
+                f"{show_value(self.output_logits)}.",
+                param="output_logits",
+            )
         params = SamplingParams(
             max_tokens=self.max_new_tokens,
             temperature=self.temperature,
@@ -218,7 +234,9 @@ class GenerationConfig:
             bad_token_ids=_as_tuple("bad_token_ids", self.bad_token_ids),
             bad_words=_as_tuple("bad_words", self.bad_words),
             structure=_read_form(self.response_format),
-            logprobs=self.logprobs,
+            logprobs=self.logprobs if self.output_logits is None else self.logprobs or 0,
+            prompt_logprobs=0 if self.output_logits == "all" else None,
+            tells_logits=self.output_logits is not None,
         )
         try:
             params.validate()
@@ -288,10 +306,11 @@ class Response:
 
     `finish_reason`: stop, length, abort, error; None in a stream's chunk with more to follow.
     `stop_reason`: the stop word or stop token that ended it; None for an end of sequence.
-    `index`: the prompt's place in the list. The numbers of tokens count the answer up to here, with
-    the token that ended it. `logprobs`, where asked for, has for each token a map of the likeliest
-    tokens and of itself to their log probabilities. With the reason `error`, `error_code` and
-    `error_message` say why.
+    `index`: the prompt's place in the list; `choice`: which of its `n` answers. The numbers of
+    tokens count the answer up to here, with the token that ended it. `logprobs`, where asked for,
+    has for each token a map of the likeliest tokens and of itself to their log probabilities;
+    `logit_rows` a row of numpy per token, f32[V], and `logits` gives all of them. With the reason
+    `error`, `error_code` and `error_message` say why.
     """
 
     text: str = ""
@@ -301,15 +320,29 @@ class Response:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] | None = None
     index: int = 0
+    choice: int = 0
     cached_tokens: int = 0
     stop_reason: str | int | None = None
     error_code: str | None = None
     error_message: str | None = None
+    logit_rows: list[Any] = field(default_factory=list, repr=False)
+
+    @property
+    def logits(self) -> torch.Tensor | None:
+        """The rows as one tensor, f32[N, V], or None where they were not asked for."""
+        if not self.logit_rows:
+            return None
+        # Scripts import this module for its names alone, which should take no time.
+        import numpy as np
+        import torch
+
+        return torch.from_numpy(np.stack(self.logit_rows))
 
     def extend(self, other: Response) -> Response:
         """Add a stream's next chunk to this answer, and give the answer."""
         self.text += other.text
         self.token_ids += other.token_ids
+        self.logit_rows += other.logit_rows
         if other.logprobs is not None:
             self.logprobs = (self.logprobs or []) + other.logprobs
         self.generate_token_len = other.generate_token_len

@@ -78,6 +78,7 @@ class SamplingParams:
     `shown_token_ids`: special tokens that the text shows, as the marks of a tool call.
     `logprobs`: tell the log probability of each token, and of this many likeliest; None: of none.
     `prompt_logprobs`: the same for the prompt, which then takes a slice of a step per token.
+    `tells_logits`: with either, give the logits of those places too.
     """
 
     max_tokens: int | None = None
@@ -106,6 +107,7 @@ class SamplingParams:
     shown_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    tells_logits: bool = False
 
     def validate(self) -> SamplingParams:
         """Return these parameters if every one is in range.
@@ -206,11 +208,15 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Hold the log probability of a token, and of the likeliest ones at its place, best first."""
+    """Hold the log probability of a token, and of the likeliest ones at its place, best first.
+
+    `logits`, where asked for: what the model gave for that place, f32[V] of numpy.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    logits: Any = field(default=None, compare=False, repr=False)
 
 
 class Delta(NamedTuple):

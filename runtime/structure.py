@@ -58,7 +58,7 @@ class GrammarCompiler:
     def compile(self, structure: Structure) -> Grammar:
         """Give the grammar of a structure.
 
-        Raises: RequestError: it can't be enforced; names what in it can't, or what is not installed.
+        Raises: RequestError: it can't be enforced, or its library is missing; names what.
         """
         library = _load_library(structure)
         with self._lock:
@@ -77,7 +77,10 @@ class GrammarCompiler:
 
 
 def _load_library(structure: Structure) -> ModuleType:
-    """Import llguidance, which only answers of a given form need. Raises: RequestError: see there."""
+    """Import llguidance, which only answers of a given form need.
+
+    Raises: RequestError: it can't be imported.
+    """
     try:
         import llguidance
     except ImportError as error:

@@ -48,13 +48,14 @@ class Work:
     """Say what to submit, and how to tell the answer apart.
 
     `make_parser` gives a parser per answer, or None for one that is content and nothing else.
-    `one_call`: the answer ends with its first tool call.
+    `one_call`: the answer ends with its first tool call. `scores_only`: it is the prompt alone.
     """
 
     prompt_ids: Sequence[int]
     params: SamplingParams
     make_parser: Callable[[], AnswerParser | None] = _no_parser
     one_call: bool = False
+    scores_only: bool = False
 
 
 class Step(NamedTuple):
@@ -86,6 +87,7 @@ class Answer:
     metrics: Metrics
     parser: AnswerParser | None = None
     one_call: bool = False
+    scores_only: bool = False
     start_s: float = 0.0
     first_token_s: float = 0.0
     completion_tokens: int = 0
@@ -101,6 +103,8 @@ class Answer:
         """
         try:
             async for delta in self.generation:
+                if self.scores_only:
+                    delta = _without_token(delta)
                 if self.completion_tokens == 0 and delta.usage.completion_tokens:
                     self.first_token_s = time.monotonic()
                     self.metrics.first_token_s.observe(self.first_token_s - self.start_s)
@@ -194,6 +198,17 @@ class Answer:
             metrics.token_s.observe((now_s - self.first_token_s) / (self.completion_tokens - 1))
 
 
+def _without_token(delta: Delta) -> Delta:
+    """Leave out the one token that the engine makes of every prompt."""
+    usage = delta.usage._replace(completion_tokens=0)
+    reason = delta.finish_reason and FinishReason.LENGTH
+    if delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        reason = delta.finish_reason
+    return delta._replace(
+        text="", token_ids=(), logprobs=(), finish_reason=reason, stop_reason=None, usage=usage
+    )
+
+
 def join_parts(parts: Iterable[Part]) -> list[Part]:
     """Join neighbours of a kind."""
     joined: list[Part] = []
@@ -243,7 +258,15 @@ def submitted(
                 name = f"{response_id}-{len(answers)}"
                 generation = engine.submit(one.prompt_ids, one.params.for_choice(choice), name)
                 parser = one.make_parser()
-                answer = Answer(generation, endpoint, metrics, parser, one.one_call, start_s)
+                answer = Answer(
+                    generation,
+                    endpoint,
+                    metrics,
+                    parser,
+                    one_call=one.one_call,
+                    scores_only=one.scores_only,
+                    start_s=start_s,
+                )
                 answers.append(answer)
                 for name in names:
                     running[name].append(answer)

@@ -47,8 +47,10 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         )
         # With nothing but special tokens before it, the answer is the beginning of a text.
         continues = any(i not in engine.tokenizer.special_token_ids for i in prompt_ids)
-        work.append(Work(prompt_ids, replace(fitted, continues_text=continues)))
-    writer = _CompletionWriter(*identity(engine, "cmpl-"), engine.tokenizer)
+        fitted = replace(fitted, continues_text=continues)
+        work.append(Work(prompt_ids, fitted, scores_only=completion.scores_only))
+    tells_logprobs = completion.logprobs is not None
+    writer = _CompletionWriter(*identity(engine, "cmpl-"), engine.tokenizer, tells_logprobs)
     if completion.echo:
         for index in range(len(work) * completion.n):
             prompt = completion.prompt[index // completion.n]
@@ -64,6 +66,7 @@ class _CompletionWriter:
     created_unix_s: int
     model: str
     tokenizer: Tokenizer
+    tells_logprobs: bool
     endpoint: str = "completions"
     # Where in its answer each choice's next token begins, in characters.
     offsets: dict[int, int] = field(default_factory=dict)
@@ -88,17 +91,18 @@ class _CompletionWriter:
             return []
         text, prompt_ids = self.echoes[index]
         choice = self._choice(index, text)
-        if first.delta.logprobs:
+        if self.tells_logprobs:
             told = self._logprobs(index, first.delta.prompt_logprobs, unknown=prompt_ids[:1])
             choice["logprobs"] = told
         return [choice]
 
     def pieces(self, index: int, step: Step) -> list[dict[str, Any]]:
         delta = step.delta
-        if not delta.text and not delta.logprobs:
+        logprobs = delta.logprobs if self.tells_logprobs else ()
+        if not delta.text and not logprobs:
             return []
         choice = self._choice(index, delta.text)
-        if delta.logprobs:
+        if logprobs:
             choice["logprobs"] = self._logprobs(index, delta.logprobs)
         return [choice]
 

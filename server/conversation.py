@@ -15,6 +15,7 @@ from treadle.ir.errors import RequestError
 from treadle.runtime.request import show_value
 from treadle.server.fields import (
     Check,
+    boolean,
     check_names,
     json_object,
     list_of,
@@ -307,12 +308,12 @@ def read_tool_name(value: object, path: str) -> str:
 _FUNCTION_FIELDS: dict[str, Check] = {
     "description": _TEXT,
     "parameters": json_object(),
-    "strict": only(False),
+    "strict": boolean(),
 }
 
 
 def read_function(value: object, path: str, others: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a function's declaration into what templates get: in the client's order, no nulls."""
+    """Read a function's declaration, in the client's order, without nulls."""
     if not isinstance(value, dict):
         refuse(path, "an object with name, description and parameters", value, "invalid_type")
     check_names(value, ("name", *_FUNCTION_FIELDS, *others), path)
@@ -320,7 +321,7 @@ def read_function(value: object, path: str, others: Sequence[str] = ()) -> dict[
     for name, check in _FUNCTION_FIELDS.items():
         if value.get(name) is not None:
             check.read(value[name], f"{path}.{name}")
-    known = {"name", "description", "parameters"}
+    known = {"name", *_FUNCTION_FIELDS}
     return {name: one for name, one in value.items() if name in known and one is not None}
 
 

@@ -44,7 +44,6 @@ from treadle.server.fields import (
     number,
     object_of,
     one_of,
-    only,
     refuse,
     string,
     whole,
@@ -185,8 +184,9 @@ def _read_tool(value: object, path: str) -> dict[str, Any]:
         )
     names = ("type", "name", "description", "input_schema", "strict", *_BLOCK_EXTRAS)
     check_names(value, names, path)
-    only(False).read(value.get("strict") or False, f"{path}.strict")
     function: dict[str, Any] = {"name": read_tool_name(value.get("name"), f"{path}.name")}
+    if value.get("strict") is not None:
+        function["strict"] = boolean().read(value["strict"], f"{path}.strict")
     if value.get("description") is not None:
         function["description"] = _TEXT.read(value["description"], f"{path}.description")
     schema = json_object().read(value.get("input_schema"), f"{path}.input_schema")
@@ -250,7 +250,7 @@ _TOOL_LIST = list_of(
                 "name": NAME_SCHEMA,
                 "description": {"type": ["string", "null"]},
                 "input_schema": {"type": "object"},
-                "strict": {"enum": [None, False]},
+                "strict": {"type": ["boolean", "null"]},
                 "cache_control": {},
             },
         },

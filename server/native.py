@@ -7,6 +7,7 @@ know how tokens are made. `server/app.py` adds the routes.
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 import time
 import uuid
@@ -22,6 +23,7 @@ from treadle.server.answers import Answer, Step, Work, collect_answer, submitted
 from treadle.server.errors import error_event, log_fault
 from treadle.server.native_request import (
     DEFAULT_GENERATE_TOKENS,
+    MAX_LOGITS_BYTES,
     AbortRequest,
     EncodeRequest,
     GenerateTextRequest,
@@ -61,20 +63,41 @@ async def generate(request: web.Request) -> web.StreamResponse:
         default_max_tokens=max(DEFAULT_GENERATE_TOKENS, params.min_tokens),
         max_tokens_param=body.max_tokens_param,
     )
+    if body.output_logits is not None:
+        _check_logits(engine, len(prompt_ids), fitted)
     work = Work(prompt_ids, _continue_text(engine, prompt_ids, fitted))
     name = f"gen-{uuid.uuid4().hex}"
     with submitted(request, [work], 1, name, "generate", start_s) as (answer,):
         if body.stream:
-            return await _stream(request, answer, name)
-        return web.json_response(_describe(name, await collect_answer(answer)))
+            return await _stream(request, answer, name, body.return_logprob)
+        whole = await collect_answer(answer)
+    return web.json_response(_describe(name, whole, body.return_logprob))
 
 
-async def _stream(request: web.Request, answer: Answer, name: str) -> web.StreamResponse:
+def _check_logits(engine: Engine, prompt_tokens: int, params: SamplingParams) -> None:
+    """Refuse an answer whose logits would be too large. Raises: RequestError."""
+    most = params.max_tokens or 0
+    if params.prompt_logprobs is not None:
+        most += prompt_tokens - 1
+    size_bytes = 4 * most * engine.vocab_size
+    if size_bytes > MAX_LOGITS_BYTES:
+        raise RequestError(
+            f"Expected `output_logits` of at most {MAX_LOGITS_BYTES} bytes, found that {most} rows "
+            f"of {engine.vocab_size} take {size_bytes}.",
+            remedy="Lower `max_tokens`, or use the offline pipeline, which has no such limit.",
+            param="output_logits",
+            code="invalid_value",
+        )
+
+
+async def _stream(
+    request: web.Request, answer: Answer, name: str, tells_logprobs: bool
+) -> web.StreamResponse:
     """Send what each step adds, as an object of the same form, and [DONE]."""
     async with open_stream(request) as stream:
         try:
             async for step in answer.steps():
-                data = f"data: {encode_json(_describe(name, step))}\n\n".encode()
+                data = f"data: {encode_json(_describe(name, step, tells_logprobs))}\n\n".encode()
                 await stream.send(data, more_follow=answer.has_more)
             await stream.send(b"data: [DONE]\n\n")
         except ConnectionError:
@@ -85,7 +108,7 @@ async def _stream(request: web.Request, answer: Answer, name: str) -> web.Stream
     return stream.response
 
 
-def _describe(name: str, step: Step) -> dict[str, Any]:
+def _describe(name: str, step: Step, tells_logprobs: bool) -> dict[str, Any]:
     delta, usage = step.delta, step.usage
     reason = None
     if step.finish_reason is not None:
@@ -97,7 +120,16 @@ def _describe(name: str, step: Step) -> dict[str, Any]:
         "cached_tokens": usage.cached_tokens,
         "finish_reason": reason,
     }
-    if delta.logprobs:
+    rows = [
+        one.logits for one in (*delta.prompt_logprobs, *delta.logprobs) if one.logits is not None
+    ]
+    if rows:
+        told["output_logits"] = {
+            "dtype": "float32",
+            "shape": [len(rows), len(rows[0])],
+            "base64": base64.b64encode(b"".join(row.tobytes() for row in rows)).decode(),
+        }
+    if delta.logprobs and tells_logprobs:
         told["output_token_logprobs"] = [[one.logprob, one.token_id] for one in delta.logprobs]
         told["output_top_logprobs"] = [
             [[logprob, token_id] for token_id, logprob in one.top] for one in delta.logprobs

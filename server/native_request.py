@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from treadle.ir.errors import RequestError
 from treadle.runtime.request import INT32_MAX, MAX_LOGPROBS, SamplingParams
 from treadle.server.conversation import MAX_PROMPTS
-from treadle.server.fields import boolean, declare, list_of, one_or_many, string, whole
+from treadle.server.fields import boolean, declare, list_of, one_of, one_or_many, string, whole
 from treadle.server.schema import MAX_TOKEN_IDS, GenerateRequest, Request
 
 _IDS = list_of(whole(0, INT32_MAX), MAX_TOKEN_IDS, 1)
 DEFAULT_GENERATE_TOKENS = 128
+MAX_LOGITS_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,13 @@ class GenerateTextRequest(GenerateRequest):
     )
     top_logprobs_num: int = declare(
         whole(0, MAX_LOGPROBS), 0, doc="With `return_logprob`: of this many likeliest tokens too."
+    )
+
+    output_logits: str | None = declare(
+        one_of("generation", "all"),
+        None,
+        doc="Give the logits that each token of the answer was drawn from, or before them those of "
+        f"the prompt's tokens after the first; at most {MAX_LOGITS_BYTES >> 20} MiB of them.",
     )
 
     def check(self) -> None:
@@ -54,7 +62,16 @@ class GenerateTextRequest(GenerateRequest):
     def sampling(self) -> SamplingParams:
         """Give the engine's parameters."""
         params = super().sampling()
-        return replace(params, logprobs=self.top_logprobs_num) if self.return_logprob else params
+        if self.return_logprob:
+            params = replace(params, logprobs=self.top_logprobs_num)
+        if self.output_logits is None:
+            return params
+        return replace(
+            params,
+            logprobs=params.logprobs or 0,
+            prompt_logprobs=0 if self.output_logits == "all" else None,
+            tells_logits=True,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,18 +50,36 @@ async def answer(
     writer: Writer,
     start_s: float,
 ) -> web.StreamResponse:
-    """Submit every prompt `n` times and send what comes back, whole or as a stream."""
-    with submitted(request, work, body.n, writer.id, writer.endpoint, start_s) as answers:
+    """Submit every prompt as often as is asked and send what comes back, whole or as a stream."""
+    made = body.num_candidates
+    with submitted(request, work, made, writer.id, writer.endpoint, start_s) as answers:
         if body.stream:
             return await _stream(request, body, answers, writer)
         wholes = await asyncio.gather(*(collect_answer(one) for one in answers))
-        choices = [writer.whole(index, whole) for index, whole in enumerate(wholes)]
-        usages = Usages(body.n)
+        usages = Usages(made)
         for index, whole in enumerate(wholes):
             usages.add(index, whole)
+        given = [
+            whole
+            for begin in range(0, len(wholes), made)
+            for whole in _likeliest(wholes[begin : begin + made], body.n)
+        ]
+        choices = [writer.whole(index, whole) for index, whole in enumerate(given)]
         return web.json_response(
             {**writer.head(is_chunk=False), "choices": choices, "usage": usages.to_json()}
         )
+
+
+def _likeliest(wholes: Sequence[Step], count: int) -> Sequence[Step]:
+    """Give the answers with the highest log probability per token, best first; all as they are."""
+    if count == len(wholes):
+        return wholes
+
+    def mean(whole: Step) -> float:
+        told = whole.delta.logprobs
+        return sum(one.logprob for one in told) / max(len(told), 1)
+
+    return sorted(wholes, key=mean, reverse=True)[:count]
 
 
 async def _stream(

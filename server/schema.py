@@ -58,9 +58,10 @@ from treadle.server.fields import (
     string,
     whole,
 )
-from treadle.server.structure_fields import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
+from treadle.server.structure_fields import GUIDED, RESPONSE_FORMAT, STRUCTURED_OUTPUTS
 
 MAX_CHOICES = 128
+FORM_FIELDS = ("response_format", "structured_outputs", *GUIDED)
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
 
 _BIAS = number(-MAX_BIAS, MAX_BIAS)
@@ -175,6 +176,18 @@ class GenerateRequest(Request):
         None,
         doc="The answer's form by vLLM's names; `grammar` is in llguidance's Lark dialect.",
     )
+    guided_json: Structure | None = declare(  # noqa: RUF009, as every field here
+        GUIDED["guided_json"], None, doc="As `structured_outputs.json`."
+    )
+    guided_regex: Structure | None = declare(  # noqa: RUF009, as every field here
+        GUIDED["guided_regex"], None, doc="As `structured_outputs.regex`."
+    )
+    guided_choice: Structure | None = declare(  # noqa: RUF009, as every field here
+        GUIDED["guided_choice"], None, doc="As `structured_outputs.choice`."
+    )
+    guided_grammar: Structure | None = declare(  # noqa: RUF009, as every field here
+        GUIDED["guided_grammar"], None, doc="As `structured_outputs.grammar`."
+    )
     seed: int | None = declare(
         whole(INT64_MIN, INT64_MAX),
         None,
@@ -210,6 +223,11 @@ class GenerateRequest(Request):
         doc="`include_usage`, `continuous_usage_stats`; only with `stream`.",
     )
 
+    @property
+    def num_candidates(self) -> int:
+        """The answers that are made for each prompt; the best `n` of them are given."""
+        return self.n
+
     def check(self) -> None:
         """Compare the fields with each other. Raises: RequestError."""
         if self.stream_options is not None and not self.stream:
@@ -218,13 +236,20 @@ class GenerateRequest(Request):
                 param="stream_options",
                 code="invalid_value",
             )
-        if self.response_format is not None and self.structured_outputs is not None:
+        forms = self._forms()
+        if len(forms) > 1:
+            names = list(forms)
             raise RequestError(
-                "Expected `response_format` or `structured_outputs`, found both.",
-                param="structured_outputs",
+                f"Expected one form of the answer, found `{'` and `'.join(names)}`.",
+                param=names[-1],
                 code="invalid_value",
             )
         self.sampling().validate()
+
+    def _forms(self) -> dict[str, Structure]:
+        """Give the answer's forms by the fields that ask for them."""
+        given = {name: getattr(self, name) for name in FORM_FIELDS}
+        return {name: form for name, form in given.items() if form is not None}
 
     @property
     def max_tokens_param(self) -> str:
@@ -247,7 +272,7 @@ class GenerateRequest(Request):
             logit_bias=self.logit_bias,
             bad_token_ids=self.bad_token_ids,
             bad_words=self.bad_words,
-            structure=self.response_format or self.structured_outputs,
+            structure=next(iter(self._forms().values()), None),
             seed=self.seed,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
@@ -330,12 +355,62 @@ class CompletionRequest(GenerateRequest):
     echo: bool = declare(
         boolean(), False, doc="Give the prompt before the answer; with `logprobs` for both."
     )
+    max_tokens: int | None = declare(
+        whole(0, INT32_MAX),
+        None,
+        doc="The most tokens of one answer. More than the window has left is an error. Absent: "
+        f"{DEFAULT_COMPLETION_TOKENS}. 0, with `echo`: the prompt alone.",
+    )
+    best_of: int | None = declare(
+        whole(1, MAX_CHOICES),
+        None,
+        doc="Make so many answers to each prompt and give the `n` that the model finds likeliest "
+        "per token; all count in `usage`. Not in a stream, unless it is `n`.",
+    )
+
+    @property
+    def num_candidates(self) -> int:
+        """The answers that are made for each prompt; the best `n` of them are given."""
+        return self.best_of or self.n
+
+    @property
+    def scores_only(self) -> bool:
+        """Say whether no answer is wanted, only the prompt with what is known of it."""
+        return self.max_tokens == 0 and self.max_completion_tokens is None
+
+    def check(self) -> None:
+        """Compare the fields with each other. Raises: RequestError."""
+        if self.scores_only and not self.echo:
+            raise RequestError(
+                "Expected `max_tokens` of at least 1, or 0 with `echo` true; found 0.",
+                param="max_tokens",
+                code="invalid_value",
+            )
+        if self.num_candidates < self.n:
+            raise RequestError(
+                f"Expected `best_of` of at least `n` = {self.n}, found {self.best_of}.",
+                param="best_of",
+                code="invalid_value",
+            )
+        if self.stream and self.num_candidates > self.n:
+            raise RequestError(
+                "Expected `best_of` above `n` only without `stream`: which answers are best is "
+                "known when all have ended.",
+                param="best_of",
+                code="invalid_value",
+            )
+        super().check()
 
     def sampling(self) -> SamplingParams:
         """Give the engine's parameters."""
+        params = super().sampling()
+        ranks = self.num_candidates > self.n and self.logprobs is None
+        # The engine always makes a token; where none is wanted, it is left out of the answer.
         return replace(
-            super().sampling(),
-            logprobs=self.logprobs,
+            params,
+            max_tokens=1 if self.scores_only else params.max_tokens,
+            min_tokens=0 if self.scores_only else params.min_tokens,
+            logprobs=0 if ranks else self.logprobs,
             prompt_logprobs=self.logprobs if self.echo else None,
         )
 
@@ -428,7 +503,6 @@ UNSUPPORTED: dict[type[Request], dict[str, Check]] = {
     },
     CompletionRequest: {
         **_UNSUPPORTED,
-        "best_of": only(1),
         "suffix": only(""),
     },
 }

@@ -101,6 +101,18 @@ _FORMS: dict[str, Callable[[Any, str], Structure | None]] = {
 }
 
 
+# By the names that vLLM had before `structured_outputs`: fields of the request itself.
+GUIDED = {
+    f"guided_{kind}": Check(expects, _FORMS[kind], schema)
+    for kind, expects, schema in (
+        ("json", "a JSON Schema, as an object or a string", {"type": ["object", "string"]}),
+        ("regex", _PATTERN.expects, _PATTERN.schema),
+        ("choice", _CHOICES.expects, _CHOICES.schema),
+        ("grammar", _PATTERN.expects, _PATTERN.schema),
+    )
+}
+
+
 def _read_structured_outputs(value: object, path: str) -> Structure | None:
     wanted = {name: one for name, one in _OBJECT.read(value, path).items() if one is not None}
     for name in wanted:

@@ -25,7 +25,7 @@ from treadle.server.state import ENGINE, OPTIONS
 
 @dataclass(frozen=True)
 class Turn:
-    """Hold what is asked for. `tools` are as templates take them: {"type": "function", ...}.
+    """Hold what is asked for. `tools` are as OpenAI writes them: {"type": "function", ...}.
 
     The names of the protocol's fields are for errors.
     """
@@ -52,6 +52,11 @@ class Turn:
     def offers_tools(self) -> bool:
         """Say whether the model is told of tools."""
         return bool(self.tools) and self.tool_choice.mode != "none"
+
+    @property
+    def has_strict_tools(self) -> bool:
+        """Say whether calls must have their declared form wherever the model makes one."""
+        return self.offers_tools and any(tool["function"].get("strict") for tool in self.tools)
 
 
 def answer_format(app: web.Application) -> AnswerFormat:
@@ -100,12 +105,18 @@ def render(app: web.Application, turn: Turn) -> ChatPrompt:
     return encode_chat(
         engine,
         turn.messages,
-        tools=turn.tools if turn.offers_tools else None,
+        tools=[_for_template(tool) for tool in turn.tools] if turn.offers_tools else None,
         add_generation_prompt=turn.add_generation_prompt,
         continue_final_message=turn.continue_final_message,
         template_kwargs={**_effort_switches(turn, template), **turn.template_kwargs},
         param=turn.messages_param,
     )
+
+
+def _for_template(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Give a tool as models were trained to see it."""
+    function = {name: one for name, one in tool["function"].items() if name != "strict"}
+    return {**tool, "function": function}
 
 
 def _check_tools(turn: Turn, template: str, format_: AnswerFormat) -> None:
@@ -125,7 +136,17 @@ def _check_tools(turn: Turn, template: str, format_: AnswerFormat) -> None:
             param="tools",
             code="unsupported_field",
         )
-    if turn.forces_call and _call_form(format_) is None:
+    form = _call_form(format_)
+    if turn.has_strict_tools and not turn.forces_call and (form is None or not form.opening):
+        marked = ", ".join(name for name, one in CALL_FORMS.items() if one.opening)
+        raise RequestError(
+            "A `strict` tool that may or may not be called is supported for models that mark the "
+            f"beginning of a call and write it as JSON ({marked}), and this one does not.",
+            remedy="Leave `strict` out, or force the call by `tool_choice`.",
+            param="tools",
+            code="unsupported_field",
+        )
+    if turn.forces_call and form is None:
         raise RequestError(
             "A `tool_choice` that forces a call is supported for models that write calls as JSON "
             f"({', '.join(CALL_FORMS)}), and this one does not: expected 'auto' or 'none'.",
@@ -144,31 +165,40 @@ def _add_form(
 ) -> SamplingParams:
     """Give the turn's parameters with the form that its answer must have.
 
-    Where the prompt has opened the reasoning, the form begins after it.
+    Where the prompt has opened the reasoning, the form begins after it; that of a strict tool's
+    call, where the model begins one.
     Raises: RequestError: the answer would need two forms.
     """
     params = turn.params
-    if turn.forces_call:
+    if turn.forces_call or turn.has_strict_tools:
         if params.structure is not None:
             raise RequestError(
-                "Expected either a form of the answer or a `tool_choice` that forces a call, found "
-                "both.",
-                param="tool_choice",
+                "Expected either a form of the answer, or a `tool_choice` that forces a call or "
+                "`strict` tools; found both.",
+                param="tool_choice" if turn.forces_call else "tools",
                 code="invalid_value",
             )
         form = _call_form(format_)
         assert form is not None, "`render` refuses the others"
+        functions = [tool["function"] for tool in turn.tools]
+        if turn.tool_choice.mode == "named":
+            functions = [one for one in functions if one["name"] == turn.tool_choice.name]
         chosen = {
-            tool["function"]["name"]: tool["function"].get("parameters") or {}
-            for tool in turn.tools
-            if turn.tool_choice.mode == "required"
-            or tool["function"]["name"] == turn.tool_choice.name
+            one["name"]: (one.get("parameters") or {})
+            if turn.forces_call or one.get("strict")
+            else {}
+            for one in functions
         }
 
         def special_id(text: str) -> int | None:
             return next(iter(tokenizer.special_ids([text])), None)
 
-        several = turn.parallel_tool_calls and turn.tool_choice.mode == "required"
+        several = turn.parallel_tool_calls and turn.tool_choice.mode != "named"
+        if not turn.forces_call:
+            structure = force_calls(
+                form, chosen, special_id, several=several, is_opened=True, param="tools"
+            )
+            return replace(params, structure=structure, structure_after=form.opening[0])
         structure = force_calls(form, chosen, special_id, several=several)
         params = replace(params, structure=structure)
     if params.structure is None:

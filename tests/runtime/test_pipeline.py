@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.checkpoints import (
     EOS_ID,
@@ -391,3 +392,47 @@ def test_perplexities_are_the_mean_cross_entropies_of_transformers(
         assert pipe.get_ppl(lists[1]) == pytest.approx(expected[1:2], abs=1e-3)
         with pytest.raises(RequestError, match="at least 2 tokens"):
             pipe.get_ppl([[1, 2], [3]])
+
+
+def test_several_answers_come_as_a_list_in_their_prompts_place(tmp_path: Path) -> None:
+    model = make_dice(tmp_path / "model", then="face")
+    drawn = GenerationConfig(n=5, do_sample=True, temperature=1.0, random_seed=3, max_new_tokens=12)
+    with pipeline(compile_tiny(model.path, tmp_path / "artifact"), progress="none") as pipe:
+        several = pipe("[[S1]]", drawn)
+        one, again = pipe(["[[S1]]"] * 2, [GenerationConfig(max_new_tokens=2), drawn])
+        chunks = list(pipe.stream_infer("[[S1]]", drawn))
+        with pytest.raises(RequestError, match="`n` 1"):
+            pipe.chat("[[S1]]", gen_config=drawn)
+    texts = [answer.text for answer in several]
+    assert len(set(texts)) > 1 and [answer.choice for answer in several] == [0, 1, 2, 3, 4]
+    assert isinstance(one, Response) and one.text == "AA"
+    assert [answer.text for answer in again] == texts
+    assert {answer.index for answer in again} == {1}
+    for choice, text in enumerate(texts):
+        assert "".join(chunk.text for chunk in chunks if chunk.choice == choice) == text
+
+
+def test_logits_are_those_of_transformers(tmp_path: Path, rng_seed: int) -> None:
+    model = make_llama(tmp_path / "model", seed=rng_seed % 1000)
+    generator = random.Random(rng_seed)
+    lists = [[generator.randrange(320) for _ in range(length)] for length in (1, 2, 35)]
+    oracle = load_oracle(model)
+    config = {"max_new_tokens": 3, "ignore_eos": True}
+    with pipeline(compile_tiny(model, tmp_path / "artifact"), progress="none") as pipe:
+        for found, ids in zip(pipe.get_logits(lists), lists, strict=True):
+            torch.testing.assert_close(found, oracle_logits(oracle, ids), atol=1e-3, rtol=0)
+        assert len(pipe.get_logits(lists[2])) == 1
+        generation, everything, none = (
+            pipe([lists[2]], GenerationConfig(**config, output_logits=asked))[0]
+            for asked in ("generation", "all", None)
+        )
+    expected = oracle_logits(oracle, [*lists[2], *generation.token_ids])[:-1]
+    torch.testing.assert_close(everything.logits, expected, atol=1e-3, rtol=0)
+    torch.testing.assert_close(generation.logits, expected[-3:], atol=1e-3, rtol=0)
+    assert none.logits is None
+
+
+@pytest.mark.parametrize(("name", "value"), [("n", 0), ("n", True), ("output_logits", "some")])
+def test_a_wish_for_more_is_checked(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"`{name}`"):
+        GenerationConfig(**{name: value}).sampling()

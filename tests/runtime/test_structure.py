@@ -304,6 +304,24 @@ def test_forced_tool_calls_have_their_arguments_form(artifact: Path) -> None:
     assert names <= set(tools) and names
 
 
+@pytest.mark.parametrize("name", [name for name, form in CALL_FORMS.items() if form.opening])
+@pytest.mark.parametrize("lead", ["", "\n"])
+def test_a_call_that_the_model_began_goes_on_in_its_form(
+    compiler: GrammarCompiler, name: str, lead: str
+) -> None:
+    form = CALL_FORMS[name]
+    tools = {"f": closed({"x": {"enum": [1, 22]}})}
+    structure = force_calls(form, tools, lambda text: None, several=True, is_opened=True)
+    matcher = compiler.compile(structure).start()
+    call = json.dumps({"name": "f", form.arguments_field: {"x": 22}})
+    rest = "".join(text for text in form.opening[1:] if text.strip())
+    good = f"{rest}{lead}{call}" + "".join(form.closing)
+    # Every token of this vocabulary is a byte.
+    assert matcher.validate_tokens(list(good.encode())) == len(good)
+    bad = good.replace("22", "23")
+    assert matcher.validate_tokens(list(bad.encode())) == bad.index("23") + 1
+
+
 @pytest.mark.parametrize("name", CALL_FORMS)
 @pytest.mark.parametrize("is_special", [False, True])
 def test_every_form_of_calls_is_a_grammar(

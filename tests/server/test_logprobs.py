@@ -236,3 +236,60 @@ def test_an_echo_comes_even_where_nothing_follows(script: LiveServer) -> None:
     assert reply.json["choices"][0]["text"] == "x"
     events = script.complete("x", max_tokens=3, temperature=0, echo=True, stream=True).events()
     assert "".join(c["text"] for e in events[:-1] for c in e["choices"]) == "x"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_11_no_tokens_with_echo_is_the_prompt_alone(dice: LiveServer, stream: bool) -> None:
+    fields = {"echo": True, "logprobs": 1, "max_tokens": 0, "stream": stream}
+    reply = dice.complete("[[S1]]AB", **fields)
+    assert reply.status == 200
+    if stream:
+        *events, ending = reply.events()
+        assert ending == "[DONE]"
+        choices = [event["choices"][0] for event in events]
+        told = choices[0]["logprobs"]
+        assert "".join(choice["text"] for choice in choices) == "[[S1]]AB"
+        assert [choice["finish_reason"] for choice in choices] == [None, "length"]
+        assert not any(choice["logprobs"] for choice in choices[1:])
+    else:
+        (choice,) = reply.json["choices"]
+        told = choice["logprobs"]
+        assert (choice["text"], choice["finish_reason"]) == ("[[S1]]AB", "length")
+        assert reply.json["usage"]["completion_tokens"] == 0
+    assert told["tokens"] == [BOS, "[[S1]]", "A", "B"]
+    assert told["token_logprobs"][0] is None
+    assert told["token_logprobs"][2:] == pytest.approx([VALUES["A"], VALUES["B"]], abs=1e-3)
+
+
+def test_11_no_tokens_of_a_prompt_of_one_token(dice: LiveServer) -> None:
+    fields = {"echo": True, "max_tokens": 0, "add_special_tokens": False}
+    reply = dice.complete("[[S1]]", logprobs=1, **fields)
+    told = reply.json["choices"][0]["logprobs"]
+    assert (told["tokens"], told["token_logprobs"]) == (["[[S1]]"], [None])
+    assert dice.complete("[[S1]]", **fields).json["choices"][0]["logprobs"] is None
+
+
+def test_11_no_tokens_without_echo_is_refused(dice: LiveServer) -> None:
+    for stream in (False, True):
+        reply = dice.complete("[[S1]]", max_tokens=0, stream=stream)
+        assert (reply.status, reply.error["param"]) == (400, "max_tokens")
+        assert dice.chat("[[S1]]", max_tokens=0, stream=stream).status == 400
+
+
+def test_best_of_gives_the_likeliest_answers_first(dice: LiveServer) -> None:
+    fields: dict[str, Any] = {"max_tokens": 3, "seed": 3, "temperature": 1}
+    made = dice.complete("[[S1]]", n=6, logprobs=0, **fields).json["choices"]
+    ranked = sorted(made, key=lambda c: sum(c["logprobs"]["token_logprobs"]), reverse=True)
+    reply = dice.complete(["[[S1]]", "[[S1]]"], n=2, best_of=6, **fields)
+    choices = reply.json["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert [c["text"] for c in choices] == [c["text"] for c in ranked[:2]] * 2
+    assert all(choice["logprobs"] is None for choice in choices)
+    assert reply.json["usage"]["completion_tokens"] == 36
+
+
+@pytest.mark.parametrize("fields", [{"best_of": 1, "n": 2}, {"best_of": 2, "stream": True}])
+def test_a_best_of_that_can_not_be_is_refused(dice: LiveServer, fields: Any) -> None:
+    reply = dice.complete("[[S1]]", **fields)
+    assert (reply.status, reply.error["param"]) == (400, "best_of")
+    assert dice.complete("[[S1]]", best_of=1, max_tokens=1, stream=True).status == 200

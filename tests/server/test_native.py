@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import socket
 import threading
@@ -9,6 +10,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 
 from tests.checkpoints import make_dice
@@ -49,10 +51,40 @@ def test_generate_streams_what_each_step_adds(dice: LiveServer) -> None:
     assert chunks[-1]["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
 
 
+def read_logits(told: dict[str, Any]) -> np.ndarray:
+    assert told["dtype"] == "float32"
+    return np.frombuffer(base64.b64decode(told["base64"]), np.float32).reshape(told["shape"])
+
+
+def test_generate_gives_logits(dice: LiveServer) -> None:
+    fields = {"prompt": "[[S1]]AB", "add_special_tokens": False, "max_tokens": 2, "temperature": 0}
+    answer = dice.post("/generate", fields | {"output_logits": "generation"}).json
+    rows = read_logits(answer["meta_info"]["output_logits"])
+    assert list(rows.argmax(-1)) == answer["output_ids"]
+    assert "output_token_logprobs" not in answer["meta_info"]
+    everything = dice.post("/generate", fields | {"output_logits": "all"}).json
+    all_rows = read_logits(everything["meta_info"]["output_logits"])
+    assert len(all_rows) == 4 and np.allclose(all_rows[-2:], rows, atol=1e-4)
+    shares = np.sort(all_rows[0])[:-5:-1]
+    assert np.exp(shares - shares[0]) == pytest.approx([1, 0.75, 0.5, 0.25], abs=1e-3)
+    *chunks, _ = dice.post(
+        "/generate", fields | {"output_logits": "generation", "stream": True}
+    ).events()
+    told = [chunk["meta_info"]["output_logits"] for chunk in chunks]
+    assert np.allclose(np.concatenate([read_logits(one) for one in told]), rows, atol=1e-4)
+
+
+def test_logits_that_would_flood_the_answer_are_refused(start_fake: Any) -> None:
+    server = start_fake(vocab_size=2**20, max_model_len=128)
+    reply = server.post("/generate", {"prompt": "a", "max_tokens": 17, "output_logits": "all"})
+    assert (reply.status, reply.error["param"]) == (400, "output_logits")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({}, "prompt"),
+        ({"prompt": "a", "output_logits": "some"}, "output_logits"),
         ({"prompt": "a", "input_ids": [1]}, "prompt"),
         ({"prompt": "a", "n": 2}, "n"),
         ({"input_ids": [10**6]}, "prompt"),

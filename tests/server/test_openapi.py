@@ -81,7 +81,7 @@ INVALID: list[tuple[str, dict[str, Any]]] = [
     ("ChatRequest", {"messages": [{"role": "user", "content": "x"}], "temperature": 3}),
     ("ChatRequest", {"messages": [{"role": "user", "content": "x"}], "odd": 1}),
     ("CompletionRequest", {"prompt": 5}),
-    ("CompletionRequest", {"prompt": "x", "best_of": 2}),
+    ("CompletionRequest", {"prompt": "x", "best_of": 0}),
     ("MessagesRequest", {"messages": [{"role": "user", "content": "x"}]}),
 ]
 

@@ -33,7 +33,7 @@ def server(start_server: Any, tmp_path_factory: pytest.TempPathFactory, eos: int
     )
 
 
-@pytest.mark.parametrize("path", ["/", "/docs"])
+@pytest.mark.parametrize("path", ["/", "/docs", "/pages/status.html"])
 def test_a_page_and_all_it_asks_for_come_from_this_server(server: LiveServer, path: str) -> None:
     reply = server.get(path)
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
@@ -60,7 +60,7 @@ def test_pages_need_no_key_and_what_they_show_does(
     start_server: Any, tokenizer_folder: Path
 ) -> None:
     server = start_server(lambda: FakeEngine(tokenizer_folder), api_keys=("key",))
-    for path in ("/", "/docs", "/openapi.json", "/pages/chat.js"):
+    for path in ("/", "/docs", "/openapi.json", "/pages/chat.js", "/pages/status.html"):
         assert server.get(path).status == 200
     for path in ("/status", "/report", "/metrics", "/v1/models"):
         assert server.get(path).status == 401
@@ -202,3 +202,17 @@ def test_the_interfaces_page_lists_routes_and_fields(server: LiveServer, browser
     browser.wait("[...document.querySelectorAll('article')].filter(a => !a.hidden).length < 5")
     browser.run("document.querySelector('article:not([hidden]) details').open = true")
     assert "reasoning_effort" in browser.text("article:not([hidden])")
+
+
+@pytest.mark.slow
+def test_the_status_page_asks_for_a_key_and_goes_on(
+    start_server: Any, tokenizer_folder: Path, browser: Browser
+) -> None:
+    server = start_server(lambda: FakeEngine(tokenizer_folder), api_keys=("secret",))
+    browser.open(f"{server.url}/pages/status.html")
+    browser.wait("!document.querySelector('#locked').hidden")
+    assert "Bearer" in browser.text("#phase")
+    browser.type("#key", "secret\ue007")
+    browser.wait("document.querySelector('#model').innerText === 'tiny'")
+    browser.wait("/requests running\\s+0/.test(document.querySelector('#rows').innerText)")
+    assert "kv pages free" in browser.text("#rows")

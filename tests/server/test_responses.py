@@ -230,7 +230,7 @@ def test_a_streamed_response_is_stored_too(server: LiveServer, says: Any) -> Non
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.arguments"),
         ({"input": [{"type": "reasoning", "content": 5}]}, "input.0.content"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"tools": [TOOL | {"strict": True}]}, "tools.0.strict"),
+        ({"tools": [TOOL | {"strict": "yes"}]}, "tools.0.strict"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "odd"}}}, "text.format.type"),

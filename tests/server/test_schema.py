@@ -96,6 +96,10 @@ RANGES: dict[str, tuple[list[Any], list[Any]]] = {
         ],
         [{}, {"regex": "a", "choice": ["b"]}, {"xml": 1}, {"choice": []}, {"choice": [5]}, "json"],
     ),
+    "guided_json": ([{"type": "object"}, '{"type": "object"}'], ["{", 5, []]),
+    "guided_regex": (["a+"], ["", 5]),
+    "guided_choice": ([["a", "b"]], [[], [5], "a"]),
+    "guided_grammar": (['start: "a"'], ["", 5]),
     "service_tier": (["auto"], ["flex"]),
 }
 CHAT_RANGES: dict[str, tuple[list[Any], list[Any]]] = {
@@ -124,7 +128,7 @@ CHAT_RANGES: dict[str, tuple[list[Any], list[Any]]] = {
 COMPLETION_RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     "logprobs": ([0, 1, 20], [True, -1, 21, 0.5]),
     "echo": ([False, True], [0, "yes"]),
-    "best_of": ([1], [2]),
+    "best_of": ([1, 2], [0, 129, "2"]),
     "suffix": ([""], ["end"]),
     "add_special_tokens": ([True, False], [1]),
 }
@@ -157,6 +161,16 @@ def test_every_field_that_has_no_range_here_is_tested_elsewhere(
     tested = set(RANGES) | set(CHAT_RANGES) | set(COMPLETION_RANGES)
     declared = {field.name for field in dataclasses.fields(kind)}
     assert declared - tested <= {"messages", "prompt", "stream_options"}
+
+
+@pytest.mark.parametrize(("kind", "base"), KINDS)
+def test_forms_have_the_names_of_older_clients_too(kind: type[Any], base: dict) -> None:
+    for form, value in {"json": {"type": "object"}, "regex": "a", "choice": ["a"]}.items():
+        guided = parse(kind, **base, **{f"guided_{form}": value}).sampling().structure
+        assert guided == parse(kind, **base, structured_outputs={form: value}).sampling().structure
+        assert guided is not None and guided.param == f"guided_{form}"
+    both = {"guided_regex": "a", "response_format": {"type": "json_object"}}
+    assert refused(kind, **base, **both).param == "guided_regex"
 
 
 @pytest.mark.parametrize(("kind", "base"), KINDS)
@@ -301,7 +315,8 @@ def test_a_functions_name_is_checked(name: Any) -> None:
 def test_tools_reach_the_template_in_the_clients_order() -> None:
     function = {"parameters": {"b": 1, "a": 2}, "name": "f", "description": None, "strict": False}
     (tool,) = parse(ChatRequest, **CHAT, tools=[{"type": "function", "function": function}]).tools
-    assert list(tool["function"].items()) == [("parameters", {"b": 1, "a": 2}), ("name", "f")]
+    found = [("parameters", {"b": 1, "a": 2}), ("name", "f"), ("strict", False)]
+    assert list(tool["function"].items()) == found
 
 
 def test_a_forced_tool_must_be_there() -> None:

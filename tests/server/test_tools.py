@@ -384,3 +384,44 @@ def test_22_a_forced_call_reaches_the_engine_as_a_grammar(
     form = {"type": "json_object"}
     reply = server.chat(tools=[TOOL], tool_choice=choice, response_format=form)
     assert (reply.status, reply.error["param"]) == (400, "tool_choice")
+
+
+STRICT = TOOL | {"function": TOOL["function"] | {"strict": True}}
+
+
+def test_a_strict_tool_has_its_form_from_where_a_call_begins(server: LiveServer, says: Any) -> None:
+    says(CALL)
+    assert both_ways(server, tools=[STRICT])["tool_calls"]
+    prompt, params = server.engine.seen[-1]
+    assert params.structure_after == "<tool_call>"
+    assert (params.structure.kind, params.structure.param) == ("grammar", "tools")
+    assert '"properties": {"city"' in params.structure.text
+    # What templates were never trained on is not shown to them.
+    server.chat(tools=[TOOL])
+    assert server.engine.seen[-1][0] == prompt
+
+
+def test_only_strict_tools_have_their_form(server: LiveServer, says: Any) -> None:
+    says(CALL)
+    loose = TOOL | {"function": {"name": "other", "parameters": {"type": "object", "title": "t"}}}
+    assert server.chat(tools=[STRICT, loose]).status == 200
+    text = server.engine.seen[-1][1].structure.text
+    assert '"const": "other"' in text and '"title"' not in text
+    assert server.chat(tools=[loose]).status == 200
+    assert server.engine.seen[-1][1].structure is None
+
+
+def test_strict_tools_and_another_form_are_refused(server: LiveServer) -> None:
+    reply = server.chat(tools=[STRICT], response_format={"type": "json_object"})
+    assert (reply.status, reply.error["param"]) == (400, "tools")
+
+
+def test_strict_tools_of_a_form_without_a_mark_are_refused(
+    start_server: Any, folder: Path, eos: int
+) -> None:
+    server = start_server(
+        lambda: FakeEngine(folder, say("x", then=eos), max_model_len=4096), tool_parser="pythonic"
+    )
+    reply = server.chat(tools=[STRICT])
+    assert (reply.status, reply.error["code"]) == (400, "unsupported_field")
+    assert "`strict`" in reply.error["message"]
