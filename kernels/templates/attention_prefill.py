@@ -24,6 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
+from treadle.kernels.templates.parts.pages import load_page
+
 SHAPE = dict(
     NUM_HEADS=8,
     NUM_KV_HEADS=2,
@@ -38,18 +40,6 @@ SCHEDULE = dict(
     num_warps=4,
     num_stages=3,
 )
-
-
-@triton.jit
-def _load_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Give the page id of a tile: one number, or one per token if the tile spans pages."""
-    if PAGE_SIZE % BLOCK_TOKENS == 0:
-        page = tl.load(pages_ptr + tile_start // PAGE_SIZE, mask=tile_start < stop, other=0)
-        return page.to(tl.int64)
-    else:
-        tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
-        page = tl.load(pages_ptr + tokens // PAGE_SIZE, mask=tokens < stop, other=0)
-        return page.to(tl.int64)[:, None]  # [BLOCK_TOKENS, 1]
 
 
 @triton.jit
@@ -107,7 +97,7 @@ def _attend_tile(
     v = tl.load(v_ptrs, mask=kv_mask, other=0.0)  # [BLOCK_TOKENS, BLOCK_D]
     # The page id of a tile is loaded one tile ahead: were it loaded for the same tile, the pipeline
     # would need two of its stages to fetch one tile.
-    page = _load_page(pages_ptr, tile_start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
+    page = load_page(pages_ptr, tile_start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
 
     scores = tl.dot(q, tl.trans(k))  # [BLOCK_ROWS, BLOCK_TOKENS]
     scores = SCORES(scores, tokens, positions)
@@ -213,7 +203,7 @@ def attention_prefill(
     acc = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)  # [BLOCK_ROWS, BLOCK_D]
     best, total = SINKS(best, total, heads)
     pages_ptr = block_table_ptr + table_row.to(tl.int64) * table_stride
-    page = _load_page(pages_ptr, 0, stop, PAGE_SIZE, BLOCK_TOKENS)
+    page = load_page(pages_ptr, 0, stop, PAGE_SIZE, BLOCK_TOKENS)
     # Every row sees every key of the full tiles: no mask.
     for tile_start in range(0, full_stop, BLOCK_TOKENS):
         acc, best, total, page = _attend_tile(

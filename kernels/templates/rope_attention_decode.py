@@ -32,6 +32,9 @@ import torch
 import triton
 import triton.language as tl
 
+from treadle.kernels.templates.parts.pages import load_page
+from treadle.kernels.templates.parts.splits import combine_splits
+
 SHAPE = dict(
     NUM_HEADS=8,
     NUM_KV_HEADS=2,
@@ -53,18 +56,6 @@ SCHEDULE = dict(
     num_warps=4,
     num_stages=3,
 )
-
-
-@triton.jit
-def _load_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Give the page id of a tile: one number, or one per token if the tile spans pages."""
-    if PAGE_SIZE % BLOCK_TOKENS == 0:
-        page = tl.load(pages_ptr + tile_start // PAGE_SIZE, mask=tile_start < stop, other=0)
-        return page.to(tl.int64)
-    else:
-        tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
-        page = tl.load(pages_ptr + tokens // PAGE_SIZE, mask=tokens < stop, other=0)
-        return page.to(tl.int64)[:, None]  # [BLOCK_TOKENS, 1]
 
 
 @triton.jit
@@ -124,104 +115,6 @@ def _attend_tile(acc, best, total, q, k, v, live, SCALE_LOG2: tl.constexpr):
     total = total * rescale + tl.sum(weights, 1)  # [BLOCK_H]
     acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None])  # [BLOCK_H, BLOCK_D]
     return acc, new_best, total
-
-
-@triton.jit
-def _add_splits(
-    acc,
-    best,
-    total,
-    partial_out_ptr,
-    partial_lse_ptr,
-    first,
-    num_splits,
-    GROUP_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-):
-    """Merge the partial results of BLOCK_SPLITS splits into those of the splits before them."""
-    splits = first + tl.arange(0, BLOCK_SPLITS)  # [BLOCK_SPLITS]
-    heads = tl.arange(0, acc.shape[0])
-    dims = tl.arange(0, acc.shape[1])
-    live = (splits < num_splits)[:, None]  # [BLOCK_SPLITS, 1]
-    mask = (heads < GROUP_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_H, BLOCK_D]
-    rows = splits[:, None] * GROUP_HEADS + heads[None, :]  # [BLOCK_SPLITS, BLOCK_H]
-    # Other programs wrote these: `.cg` reads from L2, not from this multiprocessor's own cache.
-    lse = tl.load(
-        partial_lse_ptr + rows,
-        mask=live & (heads < GROUP_HEADS)[None, :],
-        other=0.0,
-        cache_modifier=".cg",
-    )  # [BLOCK_SPLITS, BLOCK_H]
-    lse = tl.where(live, lse, float("-inf"))  # [BLOCK_SPLITS, BLOCK_H]
-    partial = tl.load(
-        partial_out_ptr + rows[:, :, None] * HEAD_DIM + dims[None, None, :],
-        mask=live[:, :, None] & mask[None, :, :],
-        other=0.0,
-        cache_modifier=".cg",
-    )  # [BLOCK_SPLITS, BLOCK_H, BLOCK_D]
-    new_best = tl.maximum(best, tl.max(lse, 0))  # [BLOCK_H]
-    rescale = tl.exp2(best - new_best)  # [BLOCK_H]
-    weights = tl.exp2(lse - new_best[None, :])  # [BLOCK_SPLITS, BLOCK_H]
-    total = total * rescale + tl.sum(weights, 0)  # [BLOCK_H]
-    update = tl.sum(partial * weights[:, :, None], 0)  # [BLOCK_H, BLOCK_D]
-    return acc * rescale[:, None] + update, new_best, total
-
-
-@triton.jit
-def _combine_splits(
-    partial_out_ptr,
-    partial_lse_ptr,
-    out_ptr,
-    num_splits,
-    GROUP_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-):
-    """Merge the partial results of one sequence and KV head, in the order of the splits."""
-    BLOCK_H: tl.constexpr = triton.next_power_of_2(GROUP_HEADS)
-    # One program merges while the others are done: what counts is latency, not bandwidth. All
-    # splits are read at once where registers hold them, else 2048 values at a time, three of these
-    # tiles in flight.
-    TILE_SIZE: tl.constexpr = BLOCK_H * BLOCK_D
-    best = tl.full((BLOCK_H,), float("-inf"), tl.float32)  # [BLOCK_H]
-    total = tl.zeros((BLOCK_H,), tl.float32)  # [BLOCK_H]
-    acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)  # [BLOCK_H, BLOCK_D]
-    if MAX_SPLITS * TILE_SIZE <= 8192:
-        acc, best, total = _add_splits(
-            acc,
-            best,
-            total,
-            partial_out_ptr,
-            partial_lse_ptr,
-            0,
-            num_splits,
-            GROUP_HEADS,
-            HEAD_DIM,
-            triton.next_power_of_2(MAX_SPLITS),
-        )
-    else:
-        BLOCK_SPLITS: tl.constexpr = 2048 // TILE_SIZE if TILE_SIZE < 2048 else 1
-        for first in tl.range(0, num_splits, BLOCK_SPLITS, num_stages=4):
-            acc, best, total = _add_splits(
-                acc,
-                best,
-                total,
-                partial_out_ptr,
-                partial_lse_ptr,
-                first,
-                num_splits,
-                GROUP_HEADS,
-                HEAD_DIM,
-                BLOCK_SPLITS,
-            )
-    acc = acc / total[:, None]  # [BLOCK_H, BLOCK_D]
-    heads = tl.arange(0, BLOCK_H)
-    dims = tl.arange(0, BLOCK_D)
-    mask = (heads < GROUP_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_H, BLOCK_D]
-    offsets = heads[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_H, BLOCK_D]
-    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 # The step's metadata may be slices: their alignment must not select another compiled kernel.
@@ -314,7 +207,7 @@ def rope_attention_decode(
     newest_page = tl.load(pages_ptr + older // PAGE_SIZE, mask=has_newest, other=0).to(tl.int64)
     # The page id of a tile is loaded one tile ahead: were it loaded for the same tile, the pipeline
     # would need two of its stages to fetch one tile.
-    page = _load_page(pages_ptr, start, stop, PAGE_SIZE, BLOCK_TOKENS)
+    page = load_page(pages_ptr, start, stop, PAGE_SIZE, BLOCK_TOKENS)
     tokens = start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
     if LOAD_EARLY:
         first_k = _load_tile(
@@ -323,7 +216,7 @@ def rope_attention_decode(
         first_v = _load_tile(
             v_cache_ptr, page, tokens, stop, kv_head, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_D
         )  # [BLOCK_TOKENS, BLOCK_D]
-        page = _load_page(pages_ptr, start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
+        page = load_page(pages_ptr, start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
     if USE_PDL:
         # The first split of every sequence comes by here, so this kernel can't end before the
         # kernels it depends on.
@@ -377,7 +270,7 @@ def rope_attention_decode(
         v = _load_tile(
             v_cache_ptr, page, tokens, stop, kv_head, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_D
         )  # [BLOCK_TOKENS, BLOCK_D]
-        page = _load_page(pages_ptr, tile_start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
+        page = load_page(pages_ptr, tile_start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
         live = tokens < stop  # [BLOCK_TOKENS]
         live = LIVE(live, tokens, context)
         acc, best, total = _attend_tile(acc, best, total, q, k, v, live, SCALE_LOG2)
@@ -404,7 +297,7 @@ def rope_attention_decode(
         arrived = tl.atomic_add(counters_ptr + group, 1, sem="acq_rel")
         if arrived == num_splits - 1:
             tl.debug_barrier()
-            _combine_splits(
+            combine_splits(
                 partial_out_ptr,
                 partial_lse_ptr,
                 out_ptr,

@@ -46,7 +46,7 @@ SCHEDULE = dict(
 
 
 @triton.jit
-def _load_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+def load_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     """Give the page id of a tile: one number, or one per token if the tile spans pages."""
     if PAGE_SIZE % BLOCK_TOKENS == 0:
         page = tl.load(pages_ptr + tile_start // PAGE_SIZE, mask=tile_start < stop, other=0)
@@ -58,41 +58,7 @@ def _load_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr, BLOCK_TOKEN
 
 
 @triton.jit
-def _load_tile(
-    cache_ptr,
-    page,
-    tokens,
-    stop,
-    kv_head,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Load a tile of keys or values, f[BLOCK_TOKENS, BLOCK_D]; zeros from `stop` on."""
-    dims = tl.arange(0, BLOCK_D)
-    page_offset = (page * NUM_KV_HEADS + kv_head) * (PAGE_SIZE * HEAD_DIM)
-    slot_offsets = (tokens % PAGE_SIZE)[:, None] * HEAD_DIM + dims[None, :]
-    # Slots that hold no token of the sequence are not read: they may hold anything, NaN too.
-    mask = (tokens < stop)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_TOKENS, BLOCK_D]
-    return tl.load(cache_ptr + page_offset + slot_offsets, mask=mask, other=0.0)
-
-
-@triton.jit
-def _attend_tile(acc, best, total, q, k, v, live, SCALE_LOG2: tl.constexpr):
-    """Add a tile of keys and values, of which some tokens are live, to the running softmax."""
-    scores = tl.dot(q, tl.trans(k))  # [BLOCK_H, BLOCK_TOKENS]
-    scores = tl.where(live[None, :], scores, float("-inf"))  # [BLOCK_H, BLOCK_TOKENS]
-    new_best = tl.maximum(best, tl.max(scores, 1) * SCALE_LOG2)  # [BLOCK_H]
-    rescale = tl.exp2(best - new_best)  # [BLOCK_H]
-    weights = tl.exp2(scores * SCALE_LOG2 - new_best[:, None])  # [BLOCK_H, BLOCK_TOKENS]
-    total = total * rescale + tl.sum(weights, 1)  # [BLOCK_H]
-    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None])  # [BLOCK_H, BLOCK_D]
-    return acc, new_best, total
-
-
-@triton.jit
-def _add_splits(
+def add_splits(
     acc,
     best,
     total,
@@ -134,7 +100,7 @@ def _add_splits(
 
 
 @triton.jit
-def _combine_splits(
+def combine_splits(
     partial_out_ptr,
     partial_lse_ptr,
     out_ptr,
@@ -154,7 +120,7 @@ def _combine_splits(
     total = tl.zeros((BLOCK_H,), tl.float32)  # [BLOCK_H]
     acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)  # [BLOCK_H, BLOCK_D]
     if MAX_SPLITS * TILE_SIZE <= 8192:
-        acc, best, total = _add_splits(
+        acc, best, total = add_splits(
             acc,
             best,
             total,
@@ -169,7 +135,7 @@ def _combine_splits(
     else:
         BLOCK_SPLITS: tl.constexpr = 2048 // TILE_SIZE if TILE_SIZE < 2048 else 1
         for first in tl.range(0, num_splits, BLOCK_SPLITS, num_stages=4):
-            acc, best, total = _add_splits(
+            acc, best, total = add_splits(
                 acc,
                 best,
                 total,
@@ -187,6 +153,40 @@ def _combine_splits(
     mask = (heads < GROUP_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_H, BLOCK_D]
     offsets = heads[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_H, BLOCK_D]
     tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_tile(
+    cache_ptr,
+    page,
+    tokens,
+    stop,
+    kv_head,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Load a tile of keys or values, f[BLOCK_TOKENS, BLOCK_D]; zeros from `stop` on."""
+    dims = tl.arange(0, BLOCK_D)
+    page_offset = (page * NUM_KV_HEADS + kv_head) * (PAGE_SIZE * HEAD_DIM)
+    slot_offsets = (tokens % PAGE_SIZE)[:, None] * HEAD_DIM + dims[None, :]
+    # Slots that hold no token of the sequence are not read: they may hold anything, NaN too.
+    mask = (tokens < stop)[:, None] & (dims < HEAD_DIM)[None, :]  # [BLOCK_TOKENS, BLOCK_D]
+    return tl.load(cache_ptr + page_offset + slot_offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def _attend_tile(acc, best, total, q, k, v, live, SCALE_LOG2: tl.constexpr):
+    """Add a tile of keys and values, of which some tokens are live, to the running softmax."""
+    scores = tl.dot(q, tl.trans(k))  # [BLOCK_H, BLOCK_TOKENS]
+    scores = tl.where(live[None, :], scores, float("-inf"))  # [BLOCK_H, BLOCK_TOKENS]
+    new_best = tl.maximum(best, tl.max(scores, 1) * SCALE_LOG2)  # [BLOCK_H]
+    rescale = tl.exp2(best - new_best)  # [BLOCK_H]
+    weights = tl.exp2(scores * SCALE_LOG2 - new_best[:, None])  # [BLOCK_H, BLOCK_TOKENS]
+    total = total * rescale + tl.sum(weights, 1)  # [BLOCK_H]
+    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None])  # [BLOCK_H, BLOCK_D]
+    return acc, new_best, total
 
 
 # The step's metadata may be slices: their alignment must not select another compiled kernel.
@@ -283,7 +283,7 @@ def rope__kv_write__attention_window_sinks(
     newest_page = tl.load(pages_ptr + older // PAGE_SIZE, mask=has_newest, other=0).to(tl.int64)
     # The page id of a tile is loaded one tile ahead: were it loaded for the same tile, the pipeline
     # would need two of its stages to fetch one tile.
-    page = _load_page(pages_ptr, start, stop, PAGE_SIZE, BLOCK_TOKENS)
+    page = load_page(pages_ptr, start, stop, PAGE_SIZE, BLOCK_TOKENS)
     tokens = start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
     if LOAD_EARLY:
         first_k = _load_tile(
@@ -292,7 +292,7 @@ def rope__kv_write__attention_window_sinks(
         first_v = _load_tile(
             v_cache_ptr, page, tokens, stop, kv_head, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_D
         )  # [BLOCK_TOKENS, BLOCK_D]
-        page = _load_page(pages_ptr, start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
+        page = load_page(pages_ptr, start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
     if USE_PDL:
         # The first split of every sequence comes by here, so this kernel can't end before the
         # kernels it depends on.
@@ -353,7 +353,7 @@ def rope__kv_write__attention_window_sinks(
         v = _load_tile(
             v_cache_ptr, page, tokens, stop, kv_head, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_D
         )  # [BLOCK_TOKENS, BLOCK_D]
-        page = _load_page(pages_ptr, tile_start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
+        page = load_page(pages_ptr, tile_start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
         live = tokens < stop  # [BLOCK_TOKENS]
         live &= tokens >= context - 4096
         acc, best, total = _attend_tile(acc, best, total, q, k, v, live, SCALE_LOG2)
@@ -380,7 +380,7 @@ def rope__kv_write__attention_window_sinks(
         arrived = tl.atomic_add(counters_ptr + group, 1, sem="acq_rel")
         if arrived == num_splits - 1:
             tl.debug_barrier()
-            _combine_splits(
+            combine_splits(
                 partial_out_ptr,
                 partial_lse_ptr,
                 out_ptr,

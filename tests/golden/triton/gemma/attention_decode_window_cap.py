@@ -30,7 +30,7 @@ SCHEDULE = dict(
 
 
 @triton.jit
-def _load_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+def load_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     """Give the page id of a tile: one number, or one per token if the tile spans pages."""
     if PAGE_SIZE % BLOCK_TOKENS == 0:
         page = tl.load(pages_ptr + tile_start // PAGE_SIZE, mask=tile_start < stop, other=0)
@@ -42,7 +42,7 @@ def _load_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr, BLOCK_TOKEN
 
 
 @triton.jit
-def _add_splits(
+def add_splits(
     acc,
     best,
     total,
@@ -84,7 +84,7 @@ def _add_splits(
 
 
 @triton.jit
-def _combine_splits(
+def combine_splits(
     partial_out_ptr,
     partial_lse_ptr,
     out_ptr,
@@ -104,7 +104,7 @@ def _combine_splits(
     total = tl.zeros((BLOCK_H,), tl.float32)  # [BLOCK_H]
     acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)  # [BLOCK_H, BLOCK_D]
     if MAX_SPLITS * TILE_SIZE <= 8192:
-        acc, best, total = _add_splits(
+        acc, best, total = add_splits(
             acc,
             best,
             total,
@@ -119,7 +119,7 @@ def _combine_splits(
     else:
         BLOCK_SPLITS: tl.constexpr = 2048 // TILE_SIZE if TILE_SIZE < 2048 else 1
         for first in tl.range(0, num_splits, BLOCK_SPLITS, num_stages=4):
-            acc, best, total = _add_splits(
+            acc, best, total = add_splits(
                 acc,
                 best,
                 total,
@@ -205,7 +205,7 @@ def attention_decode_window_cap(
     pages_ptr = block_table_ptr + table_row.to(tl.int64) * table_stride
     # The page id of a tile is loaded one tile ahead: were it loaded for the same tile, the pipeline
     # would need two of its stages to fetch one tile.
-    page = _load_page(pages_ptr, start, stop, PAGE_SIZE, BLOCK_TOKENS)
+    page = load_page(pages_ptr, start, stop, PAGE_SIZE, BLOCK_TOKENS)
     if USE_PDL:
         # The first split of every sequence comes by here, so this kernel can't end before the
         # kernels it depends on.
@@ -226,7 +226,7 @@ def attention_decode_window_cap(
         v_ptrs = v_cache_ptr + page_offset + slot_offsets  # [BLOCK_TOKENS, BLOCK_D]
         k = tl.load(k_ptrs, mask=kv_mask, other=0.0)  # [BLOCK_TOKENS, BLOCK_D]
         v = tl.load(v_ptrs, mask=kv_mask, other=0.0)  # [BLOCK_TOKENS, BLOCK_D]
-        page = _load_page(pages_ptr, tile_start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
+        page = load_page(pages_ptr, tile_start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
 
         scores = tl.dot(q, tl.trans(k))  # [BLOCK_H, BLOCK_TOKENS]
         # a score s counts as 50.0 tanh(s / 50.0)
@@ -262,7 +262,7 @@ def attention_decode_window_cap(
         arrived = tl.atomic_add(counters_ptr + group, 1, sem="acq_rel")
         if arrived == num_splits - 1:
             tl.debug_barrier()
-            _combine_splits(
+            combine_splits(
                 partial_out_ptr,
                 partial_lse_ptr,
                 out_ptr,

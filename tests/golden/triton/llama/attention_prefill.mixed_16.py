@@ -19,7 +19,7 @@ SCHEDULE = dict(BLOCK_ROWS=64, BLOCK_TOKENS=64, PACK_HEADS=True, num_warps=4, nu
 
 
 @triton.jit
-def _load_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+def load_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     """Give the page id of a tile: one number, or one per token if the tile spans pages."""
     if PAGE_SIZE % BLOCK_TOKENS == 0:
         page = tl.load(pages_ptr + tile_start // PAGE_SIZE, mask=tile_start < stop, other=0)
@@ -67,7 +67,7 @@ def _attend_tile(
     v = tl.load(v_ptrs, mask=kv_mask, other=0.0)  # [BLOCK_TOKENS, BLOCK_D]
     # The page id of a tile is loaded one tile ahead: were it loaded for the same tile, the pipeline
     # would need two of its stages to fetch one tile.
-    page = _load_page(pages_ptr, tile_start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
+    page = load_page(pages_ptr, tile_start + BLOCK_TOKENS, stop, PAGE_SIZE, BLOCK_TOKENS)
 
     scores = tl.dot(q, tl.trans(k))  # [BLOCK_ROWS, BLOCK_TOKENS]
     if MASKED:
@@ -170,7 +170,7 @@ def attention_prefill(
     total = tl.zeros((BLOCK_ROWS,), tl.float32)  # [BLOCK_ROWS]
     acc = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)  # [BLOCK_ROWS, BLOCK_D]
     pages_ptr = block_table_ptr + table_row.to(tl.int64) * table_stride
-    page = _load_page(pages_ptr, 0, stop, PAGE_SIZE, BLOCK_TOKENS)
+    page = load_page(pages_ptr, 0, stop, PAGE_SIZE, BLOCK_TOKENS)
     # Every row sees every key of the full tiles: no mask.
     for tile_start in range(0, full_stop, BLOCK_TOKENS):
         acc, best, total, page = _attend_tile(
