@@ -132,6 +132,11 @@ EXAMPLE: dict[str, object] = {
     "torch_dtype": "bfloat16",
     "first_k_dense_replace": 0,  # a mixture of experts has some in its one layer
 }
+# What the example must say otherwise for an architecture.
+OWN: dict[str, dict[str, object]] = {
+    "DeepseekV2ForCausalLM": {"num_key_value_heads": 32, "num_experts_per_tok": 6},
+    "DeepseekV3ForCausalLM": {"num_key_value_heads": 32},
+}
 # (form of graph, largest dims of its buckets)
 BUCKETS: tuple[tuple[str, int], ...] = (
     ("decode.few", 1),
@@ -149,7 +154,7 @@ PLACES = (("interpret", ""), ("cuda", "sm_80"), ("cuda", "sm_90"))
 @functools.cache
 def example_config(architecture: str) -> ModelConfig:
     """Give the example's sizes as a config of this architecture."""
-    return from_hf(EXAMPLE | {"architectures": [architecture]})
+    return from_hf(EXAMPLE | OWN.get(architecture, {}) | {"architectures": [architecture]})
 
 
 @functools.cache
@@ -203,6 +208,7 @@ def kernels_of(kind: str) -> dict[str, frozenset[str]]:
 # The builder's method for each op that an author writes.
 AUTHORED: dict[str, Callable[..., Any] | None] = {
     **{kind: getattr(builder.GraphBuilder, kind, None) for kind in ops.REGISTRY},
+    "latent_write": builder.GraphBuilder.append_latent,
     "gather_rows": builder.GraphBuilder.last_rows,
     "sample": builder.GraphBuilder.finish,
 }
@@ -486,7 +492,7 @@ def verified_section() -> list[str]:
         (
             "KV cache",
             "the model's dtype: bf16, fp16 or fp32; [int8, int4 and fp8](kv-cache.md) where "
-            "attention has no window, no cap and no sinks",
+            "attention has no window, no cap, no sinks and no latents",
         ),
         (
             "quantised weights",

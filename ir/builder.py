@@ -387,10 +387,11 @@ class GraphBuilder:
         *,
         head_dim: int,
         interleaved: bool = False,
+        start: int = 0,
         name: str = "",
     ) -> Value:
-        """Rotate heads by the step's positions."""
-        params = {"head_dim": head_dim, "interleaved": interleaved}
+        """Rotate heads by the step's positions, from the feature `start` on."""
+        params = {"head_dim": head_dim, "interleaved": interleaved, "start": start}
         return self.apply("rope", x, self._step["positions"], table, name=name, **params)[0]
 
     def attention(
@@ -437,6 +438,68 @@ class GraphBuilder:
             scale=scale,
             window=window,
             soft_cap=soft_cap,
+        )[0]
+
+    def head_linear(
+        self,
+        x: Value,
+        weight: Value,
+        *,
+        num_heads: int,
+        first: int,
+        rows: int,
+        transposed: bool = False,
+        name: str = "",
+    ) -> Value:
+        """Multiply each head by its own rows of a weight, or by their columns."""
+        params = {"num_heads": num_heads, "first": first, "rows": rows, "transposed": transposed}
+        return self.apply("head_linear", x, weight, name=name, **params)[0]
+
+    def append_latent(self, latent: Value, k_rope: Value, *, cache: str) -> Value:
+        """Append latents to the layer's `cache`; give the cache, for `latent_attention`.
+
+        `latent` is the value of a token and part of its key, `k_rope` the rest of the key.
+        Raises: SpecError: the cache should be quantised.
+        """
+        if self.kv_format:
+            raise SpecError(
+                f"A cache of latents is stored as it is computed, not in {self.kv_format}.",
+                remedy="Leave --kv-dtype out for this model: a latent is small already.",
+            )
+        width = latent.type.size(-1) + k_rope.type.size(-1)
+        type_ = TensorType((d.P, 1, self.page_size, width), self.dtype, "latent")
+        pages = self._inputs.get(cache) or self._input(cache, type_)
+        step, table = self._step, self._state["block_table"]
+        where = (step["positions"], step["token_seq"], self.seq_rows, table)
+        self.apply("latent_write", latent, k_rope, *where, pages)
+        return pages
+
+    def latent_attention(
+        self,
+        q: Value,
+        q_rope: Value,
+        latents: Value,
+        *,
+        num_heads: int,
+        value_dim: int,
+        scale: float,
+        name: str = "",
+    ) -> Value:
+        """Attend to all latents of a cache, whose first `value_dim` features are the values."""
+        step = self._step
+        return self.apply(
+            "latent_attention",
+            q,
+            q_rope,
+            latents,
+            self._state["block_table"],
+            self.seq_rows,
+            step["query_start"],
+            step["context_lens"],
+            name=name,
+            num_heads=num_heads,
+            value_dim=value_dim,
+            scale=scale,
         )[0]
 
     def last_rows(self, x: Value, *, name: str = "") -> Value:

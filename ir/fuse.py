@@ -239,6 +239,43 @@ def fuse_rope_attention(graph: Graph) -> Result:
     return graph, tuple(refusals)
 
 
+def fuse_latent_write(graph: Graph) -> Result:
+    """Join the split of a latent, its norm, the ropes of q and of the key, and the append."""
+    refusals: list[Refusal] = []
+    for write in [op for op in graph.ops if op.kind == "latent_write"]:
+        members, reason = _latent_members(graph, write)
+        if reason:
+            refusals.append(Refusal("fuse_latent_write", write.name, reason))
+        else:
+            graph = join(graph, members)
+    return graph, tuple(refusals)
+
+
+def _latent_members(graph: Graph, write: Op) -> tuple[list[Op], str | None]:
+    """Give the ops that one kernel appends latents with, or the reason why there is none."""
+    readers = graph.uses.get(write.inputs[-1], ())
+    attentions = [op for op in readers if op.kind == "latent_attention"]
+    norm, rope_k = (graph.producers.get(name) for name in write.inputs[:2])
+    rope_q = graph.producers.get(attentions[0].inputs[1]) if len(attentions) == 1 else None
+    if norm is None or rope_k is None or rope_q is None:
+        return [], "its latent, its key or the query is not made by an op of its own"
+    if [norm.kind, rope_k.kind, rope_q.kind] != ["rms_norm", "rope", "rope"]:
+        return [], "the latent is not normalised, or the key and q are not rotated"
+    split = graph.producers.get(norm.inputs[0])
+    if split is None or split.kind != "split":
+        return [], "the latent is no part of a split"
+    members = [split, norm, rope_k, rope_q, write]
+    parts = [op for name in split.outputs for op in graph.uses.get(name, ())]
+    strangers = [op.name for op in parts if op not in members]
+    if strangers:
+        return [], f"parts of the split are read by {', '.join(strangers)} too"
+    if any(graph.single_use(name) is not write for name in write.inputs[:2]):
+        return [], "the latent or the key is read elsewhere too"
+    if rope_k not in parts or rope_q.inputs[1:] != rope_k.inputs[1:]:
+        return [], "q and the key are not rotated alike"
+    return members, obstacle(graph, members)
+
+
 def group_by_expert(graph: Graph) -> Result:
     """Sort the choices of a step by expert, so that a tile of rows shares an expert's weights.
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# The tensors of a layer's pages, by their layout: keys and values, or latents that are both.
+PLANES: dict[str, int] = {"kv": 2, "latent": 1}
 WORD_BYTES = 4  # what turns a token's codes of one head back into numbers, for K and for V each
 HEAD_DIM_MULTIPLE = 16
 

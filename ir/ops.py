@@ -13,7 +13,7 @@ from typing import Any
 
 from treadle.ir import dims as d
 from treadle.ir.errors import ShapeError, SpecError
-from treadle.ir.types import FLOATS, TensorType
+from treadle.ir.types import DTYPE_BYTES, FLOATS, TensorType
 
 Types = tuple[TensorType, ...]
 Dims = Mapping[str, int]
@@ -302,11 +302,13 @@ class SplitParams:
 class RopeParams:
     """`head_dim` is the width of a head; the table's width r says how much of it is rotated.
 
-    Pairs are made of the two halves of these r features, or of neighbours if `interleaved`.
+    Pairs are made of the two halves of these r features, or of neighbours if `interleaved`. The
+    features before `start` pass through.
     """
 
     head_dim: int
     interleaved: bool = _rare(False)
+    start: int = _rare(0)
 
 
 @dataclass(frozen=True)
@@ -323,6 +325,31 @@ class AttentionParams:
     scale: float
     window: int = _rare(0)
     soft_cap: float = _rare(0.0)
+
+
+@dataclass(frozen=True)
+class HeadLinearParams:
+    """Heads of x and of the weight; of a head's rows of the weight, `rows` from `first` on count.
+
+    With `transposed` it is their columns that are multiplied by.
+    """
+
+    num_heads: int
+    first: int
+    rows: int
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class LatentAttentionParams:
+    """Heads of the queries; `scale` multiplies the scores.
+
+    The first `value_dim` features of a latent are its value, all of them its key.
+    """
+
+    num_heads: int
+    value_dim: int
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -512,6 +539,49 @@ def _linear(
     return (TensorType((*x.shape[:-1], weight.shape[0]), params.out_dtype or x.dtype),)
 
 
+def _head_linear_flops(params: HeadLinearParams, inputs: Types, outputs: Types, dims: Dims) -> int:
+    summed = params.rows if params.transposed else inputs[1].size(1)
+    return 2 * _elements(outputs[0], dims) * summed
+
+
+def _head_linear_bytes(params: HeadLinearParams, inputs: Types, outputs: Types, dims: Dims) -> int:
+    x, weight = inputs
+    touched = params.num_heads * params.rows * weight.size(1) * DTYPE_BYTES[weight.dtype]
+    return x.num_bytes(dims) + touched + outputs[0].num_bytes(dims)
+
+
+@_define(
+    "head_linear",
+    HeadLinearParams,
+    "x weight",
+    "y",
+    "anchor",
+    flops=_head_linear_flops,
+    bytes_=_head_linear_bytes,
+)
+def _head_linear(params: HeadLinearParams, x: TensorType, weight: TensorType) -> Types:
+    """Multiply each head of each row by the head's own rows of the weight.
+
+    Formula: y[t, h] = x[t, h, :K] @ w.T, w = weight[h*n + first : h*n + first + rows], n = N/H;
+    transposed, y[t, h] = x[t, h, :rows] @ w
+    Shapes: x [T, H*D], whose heads may be wider than what is multiplied; weight [N, K]; y
+    [T, H*rows], or [T, H*K] if transposed.
+    Numerics: accumulated in f32.
+    Source: of latent attention, DeepSeek-V2, 2024: the projections up from the latent, moved from
+    the keys to the queries and from the values to the results.
+    """
+    heads, kind = params.num_heads, "head_linear"
+    is_whole = len(weight.shape) == 2 and weight.size(0) % heads == 0 and x.size(-1) % heads == 0
+    _expect(is_whole, kind, f"x and a weight [N, K] of {heads} heads", x, weight)
+    fits = params.first >= 0 and params.first + params.rows <= weight.size(0) // heads
+    _expect(fits and params.rows > 0, kind, f"{params.rows} rows from {params.first} on", weight)
+    taken, made = weight.size(1), params.rows
+    if params.transposed:
+        taken, made = made, taken
+    _expect(x.size(-1) // heads >= taken, kind, f"heads of at least {taken}", x)
+    return (x.with_shape(*x.shape[:-1], heads * made),)
+
+
 @_define("add", NoParams, "a b", "y", "pointwise", flops=_per_element(1))
 def _add(params: NoParams, a: TensorType, b: TensorType) -> Types:
     """Add two tensors of one shape: the residual connection.
@@ -607,7 +677,8 @@ def _rope(params: RopeParams, x: TensorType, positions: TensorType, table: Tenso
     """Rotate each head's halves by the angle of the token's position.
 
     Formula: y[:r/2] = x1*cos - x2*sin; y[r/2:r] = x2*cos + x1*sin; dims beyond r pass through;
-    interleaved, x1 and y[:r/2] are the even features below r, x2 and y[r/2:r] the odd ones
+    interleaved, x1 and y[:r/2] are the even features below r, x2 and y[r/2:r] the odd ones; all
+    counted from `start`
     Shapes: x [T, n*D]; positions i32[T]; table f32[C, r], cosines first, then sines.
     Numerics: computed in f32.
     Source: Su et al., RoFormer, 2021; halves as in Hugging Face's `rotate_half`.
@@ -616,9 +687,9 @@ def _rope(params: RopeParams, x: TensorType, positions: TensorType, table: Tenso
     head_dim, rotary_dim = params.head_dim, table.size(-1)
     _expect(x.size(-1) % head_dim == 0, "rope", f"heads of {head_dim}", x)
     _expect(
-        rotary_dim <= head_dim and rotary_dim % 2 == 0,
+        params.start + rotary_dim <= head_dim and rotary_dim % 2 == 0,
         "rope",
-        f"a table of even width no wider than the head of {head_dim}",
+        f"a table of even width no wider than the head of {head_dim} from {params.start} on",
         table,
     )
     return (x,)
@@ -988,6 +1059,124 @@ def _attention(
             "`attention` expects query heads in whole groups per KV head; found "
             f"{params.num_heads} over {params.num_kv_heads}."
         )
+    return (q,)
+
+
+def _latent_write_bytes(_params: Any, inputs: Types, _outputs: Types, dims: Dims) -> int:
+    appended = _cached_token_bytes(inputs[-1]) * dims["T"]
+    return inputs[0].num_bytes(dims) + inputs[1].num_bytes(dims) + appended
+
+
+@_define(
+    "latent_write",
+    NoParams,
+    f"latent k_rope {_STEP} latents",
+    "",
+    "anchor",
+    bytes_=_latent_write_bytes,
+    mutates="latents",
+)
+def _latent_write(
+    params: NoParams,
+    latent: TensorType,
+    k_rope: TensorType,
+    positions: TensorType,
+    token_seq: TensorType,
+    seq_rows: TensorType,
+    block_table: TensorType,
+    latents: TensorType,
+) -> Types:
+    """Append the step's latents, one for all heads of a token, to the pages of their rows.
+
+    Shapes: latent [T, R]; k_rope [T, r], the rotated part of the key; latents latent[P, 1, S, R+r].
+    Position p of row r lies in page block_table[r, p // S], slot p % S. Tokens of a padding
+    sequence (row -1) write nothing.
+    Source: DeepSeek-AI, DeepSeek-V2, 2024.
+    """
+    _expect_step(
+        "latent_write",
+        positions=positions,
+        token_seq=token_seq,
+        seq_rows=seq_rows,
+        block_table=block_table,
+    )
+    _expect_latents("latent_write", latents)
+    rope_dim = latents.size(3) - latent.size(-1)
+    _expect(
+        rope_dim > 0 and k_rope == latent.with_shape(latent.shape[0], rope_dim),
+        "latent_write",
+        f"a latent and a k_rope of {latents.size(3)} features together",
+        latent,
+        k_rope,
+    )
+    return ()
+
+
+def _expect_latents(kind: str, latents: TensorType) -> None:
+    is_one = latents.layout == "latent" and latents.size(1) == 1
+    _expect(is_one, kind, "a paged cache of latents", latents)
+
+
+def _latent_attention_flops(
+    params: LatentAttentionParams, inputs: Types, _outputs: Types, dims: Dims
+) -> int:
+    width = inputs[2].size(3) + params.value_dim
+    return 2 * dims["T"] * params.num_heads * width * dims["C"]
+
+
+def _latent_attention_bytes(
+    params: LatentAttentionParams, inputs: Types, outputs: Types, dims: Dims
+) -> int:
+    query = 2 * inputs[0].num_bytes(dims)
+    rope_dim = inputs[2].size(3) - params.value_dim
+    rotated = TensorType((d.T, params.num_heads * rope_dim), inputs[1].dtype).num_bytes(dims)
+    return query + rotated + _cached_token_bytes(inputs[2]) * dims["B"] * dims["C"]
+
+
+@_define(
+    "latent_attention",
+    LatentAttentionParams,
+    "q q_rope latents block_table seq_rows query_start context_lens",
+    "y",
+    "anchor",
+    flops=_latent_attention_flops,
+    bytes_=_latent_attention_bytes,
+)
+def _latent_attention(
+    params: LatentAttentionParams,
+    q: TensorType,
+    q_rope: TensorType,
+    latents: TensorType,
+    block_table: TensorType,
+    seq_rows: TensorType,
+    query_start: TensorType,
+    context_lens: TensorType,
+) -> Types:
+    """Attend causally from each token to the latents of its row, which all heads share.
+
+    Formula: y[t, h] = softmax(scale * (q[t, h] @ C.T + q_rope[t, h, -r:] @ K.T) + causal mask) @ C,
+    where a row of the cache is a row of C, the latents, and one of K, the keys' rotated part
+    Shapes: q [T, H*R]; q_rope [T, H*D], of whose heads the last r features count; latents
+    latent[P, 1, S, R+r], R = value_dim; y [T, H*R]. A step's own tokens are in the cache already.
+    Cost: counted for B sequences of context C.
+    Source: DeepSeek-AI, DeepSeek-V2, 2024: latent attention with the projections up absorbed.
+    """
+    kind = "latent_attention"
+    _expect_step(
+        kind,
+        block_table=block_table,
+        seq_rows=seq_rows,
+        query_start=query_start,
+        context_lens=context_lens,
+    )
+    _expect_latents(kind, latents)
+    width = params.num_heads * params.value_dim
+    rope_dim = latents.size(3) - params.value_dim
+    _expect(rope_dim > 0, kind, f"latents of more than {params.value_dim} features", latents)
+    _expect(q.shape[-1] == width, kind, f"q of width {width}", q)
+    heads = params.num_heads
+    is_whole = q_rope.size(-1) % heads == 0 and q_rope.size(-1) // heads >= rope_dim
+    _expect(is_whole, kind, f"{heads} heads of at least {rope_dim} features", q_rope)
     return (q,)
 
 

@@ -40,6 +40,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("group_by_expert", fuse.group_by_expert, "authored", many_tokens_only=True),
     # then what must be one kernel because a view would have to be materialised otherwise
     Pass("fuse_rope_kv_write", fuse.fuse_rope_kv_write, "partly fused"),
+    Pass("fuse_latent_write", fuse.fuse_latent_write, "partly fused"),
     Pass("fuse_rope_attention", fuse.fuse_rope_attention, "partly fused", joined_only=True),
     Pass("fuse_gather_norm", fuse.fuse_gather_norm, "partly fused"),
     # epilogues before prologues: an epilogue always wins, a prologue only for few tokens

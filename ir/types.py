@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from treadle.ir.dims import Dim, bind, parse_dim
 from treadle.ir.errors import ShapeError
-from treadle.ir.kv_cache import HEAD_DIM_MULTIPLE, KV_FORMATS
+from treadle.ir.kv_cache import HEAD_DIM_MULTIPLE, KV_FORMATS, PLANES
 
 DTYPE_BYTES: dict[str, int] = {
     "f32": 4,
@@ -25,16 +25,21 @@ DTYPE_BYTES: dict[str, int] = {
     "u8": 1,
 }
 FLOATS = ("f32", "f16", "bf16")
-LAYOUTS = {"": "row-major", "kv": "the paged K and V of one layer, each [P, G, S, D]"}
+LAYOUTS = {
+    "": "row-major",
+    "kv": "the paged K and V of one layer, each [P, G, S, D]",
+    "latent": "the paged latents of one layer, which all heads share, [P, 1, S, W]",
+}
 
-_PATTERN = re.compile(r"^(?:(kv)\.)?(\w+)\[([^\]]*)\]$")
+_PATTERN = re.compile(r"^(?:(kv|latent)\.)?(\w+)\[([^\]]*)\]$")
 
 
 @dataclass(frozen=True)
 class TensorType:
     """Describe a tensor: prints as `bf16[T, 4096]`, a layer's cache as `kv.bf16[P, 8, 64, 128]`.
 
-    The dtype of a quantised cache is one of `KV_FORMATS`: `kv.int8[P, 8, 64, 128]`.
+    A cache of latents is `latent.bf16[P, 1, 64, 576]`. The dtype of a quantised cache is one of
+    `KV_FORMATS`: `kv.int8[P, 8, 64, 128]`.
     Raises: ShapeError: an unknown dtype or layout, a dim that is not positive, or a head that a
     quantised cache can't hold.
     """
@@ -46,7 +51,7 @@ class TensorType:
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise ShapeError(f"Unknown layout `{self.layout}`; known are {', '.join(LAYOUTS)}.")
-        if self.dtype not in DTYPE_BYTES and not (self.layout and self.dtype in KV_FORMATS):
+        if self.dtype not in DTYPE_BYTES and not (self.layout == "kv" and self.dtype in KV_FORMATS):
             raise ShapeError(f"Unknown dtype `{self.dtype}`; known are {', '.join(DTYPE_BYTES)}.")
         for dim in self.shape:
             if isinstance(dim, int) and dim < 1:
@@ -93,8 +98,8 @@ class TensorType:
         return "u8" if self.kv_format else self.dtype
 
     def num_bytes(self, dims: Mapping[str, int]) -> int:
-        """Give the size in bytes in a step with these `dims` (K and V together for a cache)."""
-        planes = 2 if self.layout == "kv" else 1
+        """Give the size in bytes in a step with these `dims` (all planes of a cache together)."""
+        planes = PLANES.get(self.layout, 1)
         return planes * math.prod(self.stored_shape(dims)) * DTYPE_BYTES[self.stored_dtype]
 
     def with_shape(self, *shape: Dim) -> TensorType:

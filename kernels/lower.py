@@ -7,8 +7,7 @@ template covers. Called by the runtime's planner and by `verify`; must not know 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
 
 from treadle.ir import dims as d
 from treadle.ir import ops
@@ -16,8 +15,14 @@ from treadle.ir.cost import op_cost
 from treadle.ir.errors import LoweringError
 from treadle.ir.graph import Graph, Op
 from treadle.ir.types import DTYPE_BYTES
-from treadle.kernels.emit import Fact, Header, Hooks, emit_module, read_template
+from treadle.kernels.candidates import Candidate, Scratch, Situation
+from treadle.kernels.emit import Fact, Header
 from treadle.kernels.epilogue import TILES, FusedLinear, lower_linear, soft_cap
+from treadle.kernels.latent import (
+    lower_head_linear,
+    lower_latent_attention,
+    lower_latent_write,
+)
 from treadle.kernels.schedule import (
     INTERPRETER,
     Schedule,
@@ -43,82 +48,6 @@ from treadle.kernels.schedule import (
     sort_schedules,
     step_schedules,
 )
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """Ask for memory that outlives the kernel: `elements` of `dtype`, zero at the first launch."""
-
-    name: str
-    dtype: str
-    elements: int
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to compute an op.
-
-    `arguments` give each parameter of `launch`: `value:NAME` (a tensor by its graph name, weights
-    with `@`), `keys:CACHE`, `values:CACHE`, `scratch:NAME`, `none:`, `size:T` or `size:B`.
-    """
-
-    name: str
-    template: str
-    shape: Mapping[str, Fact]
-    schedule: Schedule
-    arguments: Mapping[str, str]
-    scratch: tuple[Scratch, ...] = ()
-    hooks: Hooks = field(default_factory=dict)
-    operands: tuple[str, ...] = ()
-    header: Header = field(default_factory=lambda: Header(""))
-
-    def emit(self) -> str:
-        """Write the kernel's module; equal candidates give equal text."""
-        return _emit(
-            self.template,
-            self.name,
-            tuple(self.shape.items()),
-            tuple(self.schedule.items()),
-            self.header,
-            tuple((name, tuple(lines)) for name, lines in self.hooks.items()),
-            self.operands,
-        )
-
-
-@lru_cache(maxsize=4096)  # the layers of a model ask for the same text again and again
-def _emit(
-    template: str,
-    name: str,
-    shape: tuple[tuple[str, Fact], ...],
-    schedule: tuple[tuple[str, int | bool], ...],
-    header: Header,
-    hooks: tuple[tuple[str, tuple[str, ...]], ...],
-    operands: tuple[str, ...],
-) -> str:
-    return emit_module(
-        read_template(template),
-        name=name,
-        shape=dict(shape),
-        schedule=dict(schedule),
-        header=header,
-        hooks=dict(hooks),
-        operands=operands,
-    )
-
-
-@dataclass(frozen=True)
-class Situation:
-    """Say where a kernel will run: the largest dims of its bucket, the step, target and GPU."""
-
-    dims: Mapping[str, int]
-    step: str
-    target: str
-    architecture: str = ""
-
-    @property
-    def machine(self) -> str:
-        """Name what schedules depend on: the architecture, or the interpreter."""
-        return INTERPRETER if self.target == "interpret" else self.architecture
 
 
 def lower(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
@@ -158,6 +87,7 @@ _EARLY_READERS: dict[str, frozenset[str]] = {
     "attention_decode_quantised": frozenset({"rope_kv_write_quantised"}),
     "expert_gemv_combine": frozenset({"expert_gemv"}),
     "rope_attention_decode": frozenset(TILES),
+    "latent_attention_decode": frozenset({"head_linear"}),
 }
 
 
@@ -211,7 +141,7 @@ def _cost_facts(op: Op, graph: Graph) -> tuple[str, ...]:
         f"Must move {fixed[1]:,} bytes and {each[1] - fixed[1]:,} per token; must compute "
         f"{each[0] - fixed[0]:,} operations per token.",
     )
-    if any(inner.kind == "attention" for inner in op.plain):
+    if any(inner.kind in ("attention", "latent_attention") for inner in op.plain):
         return (
             *facts,
             "Keys and values come on top: their bytes and operations per context token.",
@@ -1096,6 +1026,9 @@ _LOWERINGS: dict[str, Callable[[Op, Graph, Situation], Iterator[Candidate]]] = {
     "combine": _lower_combine,
     "attention": _lower_attention,
     "kv_write": _lower_append,
+    "head_linear": lower_head_linear,
+    "latent_attention": lower_latent_attention,
+    "latent_write": lower_latent_write,
     "rms_norm": _lower_norm,
     "layer_norm": _lower_layer_norm,
     "section_norm": _lower_section_norm,

@@ -219,6 +219,31 @@ def _linear_packed(
     return y.to(out_dtype)  # [T, N]
 
 
+def head_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    num_heads: int,
+    first: int,
+    rows: int,
+    transposed: bool = False,
+) -> torch.Tensor:
+    """Multiply each head of each row by its own rows of a weight, or by their columns.
+
+    Formula: y[t, h] = x[t, h, :K] @ w.T, w the rows `first` to `first + rows` of the head's share
+      of the weight; transposed, y[t, h] = x[t, h, :rows] @ w.
+    Shapes: x [T, H * D], weight [N, K] -> [T, H * rows], or [T, H * K] if transposed, in the dtype
+      of x.
+    Numerics: fp32 accumulation, rounded once at the end.
+    """
+    by_head = weight.unflatten(0, (num_heads, -1))[:, first : first + rows]  # [H, rows, K]
+    factors = by_head if transposed else by_head.mT  # [H, features in, features out]
+    heads = x.unflatten(-1, (num_heads, -1))[..., : factors.shape[1]].transpose(0, 1)  # [H, T, in]
+    if x.dtype != weight.dtype or x.dtype == torch.float16:  # torch rounds fp16 sums in between
+        heads, factors = heads.float(), factors.float()
+    return (heads @ factors).transpose(0, 1).flatten(1).to(x.dtype)  # [T, H * out]
+
+
 def gather_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Pick rows; an index of -1 reads row 0, and nobody uses the result.
 
@@ -592,13 +617,14 @@ def rope(
     *,
     head_dim: int,
     interleaved: bool = False,
+    start: int = 0,
     angles: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Rotate each head by its token's position, in the half-split pairing of Hugging Face.
 
     Formula: (a, b) -> (a cos - b sin, b cos + a sin), a = features [0, r / 2), b = features [r / 2,
-      r) of a head, r = rotary_dim; interleaved, a and b are its even and odd features; features
-      from r on pass through.
+      r) of a head, r = rotary_dim; interleaved, a and b are its even and odd features; all counted
+      from `start`; other features pass through.
     Shapes: x [T, n * D], positions i32[T], cos_sin f32[C, r] (cos in the first half, sin in the
       second) -> [T, n * D] in the dtype of x. `angles` = rope_angles(positions, cos_sin) saves time
       only.
@@ -607,14 +633,13 @@ def rope(
     cos, sin = rope_angles(positions, cos_sin) if angles is None else angles
     rotary_dim = cos_sin.shape[-1]
     heads = x.unflatten(-1, (-1, head_dim))  # [T, n, D]
-    if interleaved:
-        pairs = heads[..., :rotary_dim].unflatten(-1, (-1, 2)).mT  # [T, n, 2, r / 2]
-    else:
-        pairs = heads[..., :rotary_dim].unflatten(-1, (2, -1))  # [T, n, 2, r / 2]
+    stop = start + rotary_dim
+    pairs = heads[..., start:stop].unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    pairs = pairs.mT if interleaved else pairs  # [T, n, 2, r / 2]
     rotated = (pairs * cos).add_(pairs.flip(-2) * sin).to(x.dtype)  # [T, n, 2, r / 2]
     rotated = (rotated.mT if interleaved else rotated).flatten(-2)  # [T, n, r]
     if rotary_dim < head_dim:
-        rotated = torch.cat((rotated, heads[..., rotary_dim:]), dim=-1)  # [T, n, D]
+        rotated = torch.cat((heads[..., :start], rotated, heads[..., stop:]), dim=-1)  # [T, n, D]
     return rotated.flatten(-2)  # [T, n * D]
 
 
@@ -790,6 +815,94 @@ def attention(
             scale=scale,
         )  # [G, H / G, T', D]
         out[start:stop] = attended.permute(2, 0, 1, 3).reshape(count, -1).to(q.dtype)
+    return out
+
+
+def latent_write(
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    positions: torch.Tensor,
+    token_seq: torch.Tensor,
+    seq_rows: torch.Tensor,
+    block_table: torch.Tensor,
+    latents: torch.Tensor,
+    *,
+    plan: StepPlan | None = None,
+) -> None:
+    """Store each token's latent and rotated key in the page that its row owns for it; in place.
+
+    Shapes: latent [T, R], k_rope [T, r], positions, token_seq i32[T], seq_rows i32[B], block_table
+      i32[R, M], latents [P, 1, S, R + r]. Tokens of a padding sequence (row -1) write nothing.
+      `plan` saves time only.
+    """
+    page_size = latents.shape[2]
+    if plan is None:
+        slots, live_tokens = _plan_write(positions, token_seq, seq_rows, block_table, 1, page_size)
+    else:
+        _check_plan(plan, 1, page_size)
+        slots, live_tokens = plan.write_slots, plan.live_tokens
+    write_slots(torch.cat((latent, k_rope), dim=-1), latents, slots, live_tokens)
+
+
+def latent_attention(
+    q: torch.Tensor,
+    q_rope: torch.Tensor,
+    latents: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_rows: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    num_heads: int,
+    value_dim: int,
+    scale: float,
+    plan: StepPlan | None = None,
+) -> torch.Tensor:
+    """Attend causally to the latents of each token's own sequence, which all heads share.
+
+    Formula: softmax((q, q_rope) latents^T * scale) latents[:, :R] over the positions up to the
+      token's own; the last query token of a sequence stands at position context_len - 1.
+    Shapes: q [T, H * R], q_rope [T, H * D], of whose heads the last r features count, latents
+      [P, 1, S, R + r], block_table i32[R, M], seq_rows i32[B], query_start i32[B + 1], context_lens
+      i32[B] -> [T, H * R] in the dtype of q, R = `value_dim`. Tokens of a padding sequence (row -1
+      or context 0), and those after query_start[B], give 0. `plan` saves time only.
+    Numerics: as `attention`.
+    """
+    page_size, width = latents.shape[2:]
+    if plan is None:
+        no_tokens = query_start[:0]  # [0]: nothing is written here
+        step = (no_tokens, no_tokens, seq_rows, block_table, query_start, context_lens)
+        plan = plan_step(*step, num_kv_heads=1, page_size=page_size)
+    _check_plan(plan, 1, page_size)
+    dtype = q.dtype if q.dtype == latents.dtype == torch.bfloat16 else torch.float32
+    rope_dim = width - value_dim
+    rotated = q_rope.unflatten(-1, (num_heads, -1))[..., -rope_dim:]  # [T, H, r]
+    queries = torch.cat((q.unflatten(-1, (num_heads, -1)), rotated), dim=-1).to(dtype)  # [T, H, W]
+    out = torch.zeros_like(q)  # [T, H * R]
+
+    def rows_of(slots: torch.Tensor) -> torch.Tensor:
+        return latents.view(-1, width).index_select(0, slots).to(dtype)  # [N, W]
+
+    if plan.num_decode:
+        chosen = slice(plan.num_decode) if plan.decode_tokens is None else plan.decode_tokens
+        keys = rows_of(plan.decode_slots).view(plan.num_decode, 1, -1, width)  # [B', 1, C, W]
+        mask = None if plan.decode_mask is None else plan.decode_mask.to(dtype)
+        # The heads stand where SDPA expects query tokens: no key is repeated.
+        attended = F.scaled_dot_product_attention(
+            queries[chosen][:, None], keys, keys[..., :value_dim], attn_mask=mask, scale=scale
+        )  # [B', 1, H, R]
+        out[chosen] = attended.flatten(1).to(q.dtype)
+    for start, stop, context, slots in plan.prefill:
+        keys = rows_of(slots).expand(num_heads, -1, -1)  # [H, C, W]
+        seen = torch.ones(stop - start, context, dtype=torch.bool, device=q.device)  # [T', C]
+        attended = F.scaled_dot_product_attention(
+            queries[start:stop].transpose(0, 1),
+            keys,
+            keys[..., :value_dim],
+            attn_mask=seen.tril(context - (stop - start)),
+            scale=scale,
+        )  # [H, T', R]
+        out[start:stop] = attended.transpose(0, 1).flatten(1).to(q.dtype)
     return out
 
 

@@ -145,6 +145,11 @@ _SHARED_BYTES = {"sm_80": 163 * 1024, "gfx942": 64 * 1024}
 _SHARED_BYTES_HOPPER = 227 * 1024
 
 
+def shared_room_bytes(machine: str) -> int:
+    """Give the shared memory that a program may have on a machine."""
+    return _SHARED_BYTES.get(machine, _SHARED_BYTES_HOPPER)
+
+
 def _skinny(
     sizes: Sizes, machine: str, tiles: list[tuple[int, int, int, int]]
 ) -> Iterator[Schedule]:
@@ -210,7 +215,7 @@ def _skinny_schedule(
     block_k = block_k * 2 // sizes.element_bytes
     # A tile of every stage and the result's staging must fit in shared memory.
     tile_bytes = (block_n + block_m) * block_k * sizes.element_bytes
-    room = _SHARED_BYTES.get(machine, _SHARED_BYTES_HOPPER) - 4 * block_n * block_m
+    room = shared_room_bytes(machine) - 4 * block_n * block_m
     if room >= 2 * tile_bytes:
         yield {
             "BLOCK_M": block_m,
@@ -464,7 +469,7 @@ def grouped_choices(sizes: Sizes, num_experts: int, machine: str) -> Iterator[tu
         shapes += [(128, 128, 64, 4, 3), (128, 64, 64, 4, 4), (64, 256, 64, 8, 3)]
         if each <= 96:
             shapes = [shapes[1], *shapes]
-        room = _SHARED_BYTES.get(machine, _SHARED_BYTES_HOPPER)
+        room = shared_room_bytes(machine)
         for block_m, block_n, block_k, warps, stages in dict.fromkeys(shapes):
             block_k = block_k * 2 // sizes.element_bytes
             tile_bytes = (block_m + block_n) * block_k * sizes.element_bytes

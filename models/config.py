@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 from treadle.ir.errors import SpecError
 from treadle.models.defaults import BIAS_KEYS, DEFAULTS, LLAMA_BIASES, Defaults
 from treadle.models.experts import EXPERTS, ExpertsConfig, read_experts
-from treadle.models.rope import ROPE_KINDS, RopeConfig
+from treadle.models.latent import LATENT, LatentConfig, read_latent
+from treadle.models.rope import ROPE_KINDS, RopeConfig, rope_score_factor
 
 DTYPES: tuple[str, ...] = ("bfloat16", "float16", "float32")
 
@@ -32,7 +33,7 @@ class ModelConfig:
     where there is one. `parallel_residual` says that attention and feed-forward of a layer
     read the same stream. `has_head_norms` says that the heads of q and k are normalised, where the
     config decides it. `experts` is what there is in place of a feed-forward, None where there is no
-    mixture.
+    mixture; `latent` how keys and values are projected up from latents, None where they are not.
     `unknown_keys` are the config's keys that nobody reads and nobody listed as harmless; they are
     for display.
     """
@@ -69,6 +70,7 @@ class ModelConfig:
     logit_cap: float = 0.0
     has_head_norms: bool = False
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
     unknown_keys: tuple[str, ...] = ()
 
     def window_of(self, layer: int) -> int:
@@ -117,12 +119,13 @@ _ONLY_NEUTRAL: dict[str, tuple[object, ...]] = {
 _IGNORED: frozenset[str] = frozenset({
     "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal",
     "_commit_hash", "_flash_attn_2_enabled", "_name_or_path", "_sliding_window_pattern",
-    "attention_dropout",
+    "attention_dropout", "aux_loss_alpha",
     "attn_implementation", "attn_pdrop", "bad_words_ids", "begin_suppress_tokens",
     "chunk_size_feed_forward", "classifier_dropout", "cross_attention_hidden_size",
     "decoder_start_token_id",
     "diversity_penalty", "do_sample", "early_stopping", "embd_pdrop", "embedding_dropout",
-    "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "finetuning_task",
+    "encoder_no_repeat_ngram_size", "ep_size", "exponential_decay_length_penalty",
+    "finetuning_task",
     "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "hidden_dropout",
     "id2label", "initializer_range", "is_decoder", "is_llama_config", "label2id", "length_penalty",
     "max_length", "max_window_layers", "min_length", "no_repeat_ngram_size", "num_beam_groups",
@@ -131,7 +134,7 @@ _IGNORED: frozenset[str] = frozenset({
     "output_router_logits", "output_scores", "pad_token_id", "prefix", "problem_type",
     "remove_invalid_values", "repetition_penalty", "resid_pdrop", "residual_dropout", "return_dict",
     "return_dict_in_generate", "router_aux_loss_coef", "router_jitter_noise", "sep_token_id",
-    "suppress_tokens", "task_specific_params",
+    "seq_aux", "suppress_tokens", "task_specific_params",
     "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torchscript",
     "transformers.js_config", "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed",
     "unsloth_version", "use_bfloat16", "use_cache", "use_flash_attn", "vocab_file",
@@ -194,7 +197,11 @@ def from_hf(config: Mapping[str, object]) -> ModelConfig:
     hidden_size = reader.positive_int("hidden_size")
     num_heads = reader.positive_int("num_attention_heads")
     num_kv_heads = _read_kv_heads(reader, num_heads, defaults)
-    head_dim = _read_head_dim(reader, hidden_size, num_heads, defaults)
+    if architecture in LATENT:
+        head_dim = reader.positive_int("qk_rope_head_dim", LATENT[architecture].rope_dim)
+        _check_latent_heads(reader, num_heads, num_kv_heads, head_dim)
+    else:
+        head_dim = _read_head_dim(reader, hidden_size, num_heads, defaults)
     max_positions = reader.positive_int(
         "max_position_embeddings", defaults.max_position_embeddings if defaults else None
     )
@@ -211,6 +218,10 @@ def from_hf(config: Mapping[str, object]) -> ModelConfig:
     if window is None and not keeps_kinds:
         sliding = ()  # no layer differs from another
     (rope, *local), unknown_rope_keys = _read_ropes(reader, head_dim, max_positions, defaults)
+    latent = read_latent(reader, architecture)
+    scale = head_dim**-0.5
+    if latent is not None:
+        scale = (latent.nope_dim + head_dim) ** -0.5 * rope_score_factor(rope)
 
     model = ModelConfig(
         architecture=architecture,
@@ -246,7 +257,8 @@ def from_hf(config: Mapping[str, object]) -> ModelConfig:
         has_head_norms=has_head_norms,
         experts=read_experts(reader, architecture, num_layers, intermediate_size),
         parallel_residual=_read_parallel_residual(reader, defaults),
-        **{"attention_scale": head_dim**-0.5, **_read_scales(reader, defaults)},
+        latent=latent,
+        **{"attention_scale": scale, **_read_scales(reader, defaults)},
     )
     return replace(model, unknown_keys=reader.unread() + unknown_rope_keys)
 
@@ -368,6 +380,21 @@ def _read_head_dim(
             "the first to be a multiple of the second, or an explicit `head_dim`",
         )
     return hidden_size // num_heads
+
+
+def _check_latent_heads(reader: _Reader, num_heads: int, num_kv_heads: int, rope_dim: int) -> None:
+    """Check what latent attention decides otherwise: a KV head per head; `head_dim` is RoPE's."""
+    if num_kv_heads != num_heads:
+        _contradiction(
+            "num_attention_heads",
+            num_heads,
+            "num_key_value_heads",
+            num_kv_heads,
+            "as many: keys and values of each head are projected up from one latent",
+        )
+    stated = reader.get("head_dim")
+    if stated is not None and stated != rope_dim:
+        _contradiction("head_dim", stated, "qk_rope_head_dim", rope_dim, "the same value")
 
 
 def _check_only_neutral(reader: _Reader, architecture: str, defaults: Defaults | None) -> None:

@@ -359,6 +359,20 @@ DEFAULTS: dict[str, Defaults] = {
         bos_token_id=None,
         eos_token_id=None,
     ),
+    "DeepseekV2ForCausalLM": Defaults(
+        "deepseek_v2",
+        2048,
+        biases={"mlp_bias": "mlp"},
+        remark="biases of attention, and normalised scales of experts, are refused; the KV cache "
+        "is not quantised",
+    ),
+    "DeepseekV3ForCausalLM": Defaults(
+        "deepseek_v3",
+        4096,
+        bos_token_id=0,
+        eos_token_id=1,
+        remark="biases of attention are refused; layers that draft tokens are left out",
+    ),
 }
 BIAS_KEYS: tuple[str, ...] = tuple(
     sorted({*LLAMA_BIASES, *(key for entry in DEFAULTS.values() for key in entry.biases)})

@@ -5,8 +5,8 @@ Called by `config.py`, whose reader hands out the values; knows no tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from treadle.ir.errors import SpecError
@@ -47,12 +47,15 @@ class ExpertsConfig:
 class ExpertsDefaults:
     """Say which keys an architecture reads, and what absent ones mean, as in transformers.
 
-    `count_keys` are the spellings of the number of experts. An `intermediate_size` of 0 says that
+    `count_keys` are the spellings of the number of experts. A `top_k` of 0 says that there is no
+    default. An `intermediate_size` of 0 says that
     experts have the model's. `normalise` None leaves it to `norm_topk_prob`, by default
     `norm_topk_prob`. `shared_size` is of the key `shared_expert_intermediate_size`, `num_shared` of
     `n_shared_experts`, which counts experts. `dense_by` is the key that tells dense layers. A
     `gate_limit` above 0 is the default of the key `swiglu_limit`, `gate_sharpness` then that of
-    `swiglu_alpha`.
+    `swiglu_alpha`. `num_groups`, `kept_groups` and `scaling` are of `n_group`, `topk_group` and
+    `routed_scaling_factor`. `methods` are the values of `topk_method`, the first one by default;
+    `greedy` means that groups don't count. `neutral` keys may have this value alone, or none.
     """
 
     count_keys: tuple[str, ...]
@@ -70,6 +73,11 @@ class ExpertsDefaults:
     has_shared_gate: bool = False
     dense_by: str = ""
     dense_default: int = 1
+    num_groups: int = 1
+    kept_groups: int = 1
+    scaling: float = 1.0
+    methods: tuple[str, ...] = ()
+    neutral: Mapping[str, object] = field(default_factory=dict)
     top_k_keys: tuple[str, ...] = ("num_experts_per_tok",)
     has_biases: bool = False
     gate_limit: float = 0.0
@@ -120,6 +128,39 @@ EXPERTS: dict[str, ExpertsDefaults] = {
         gate_sharpness=1.702,
         up_offset=1.0,
     ),
+    "DeepseekV2ForCausalLM": ExpertsDefaults(
+        ("n_routed_experts", "num_experts"),
+        64,
+        0,
+        1407,
+        normalise=False,
+        has_groups=True,
+        num_shared=2,
+        dense_by="first_k_dense_replace",
+        dense_default=0,
+        methods=("greedy", "group_limited_greedy"),
+        # transformers doesn't normalise, the model's own code does, and then leaves out the factor.
+        neutral={"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
+    ),
+    "DeepseekV3ForCausalLM": ExpertsDefaults(
+        ("n_routed_experts", "num_local_experts"),
+        256,
+        8,
+        2048,
+        norm_topk_prob=True,
+        score="sigmoid",
+        has_groups=True,
+        group_top=2,
+        has_correction=True,
+        num_shared=1,
+        dense_by="first_k_dense_replace",
+        dense_default=3,
+        num_groups=8,
+        kept_groups=4,
+        scaling=2.5,
+        methods=("noaux_tc",),
+        neutral={"scoring_func": "sigmoid", "moe_layer_freq": 1},
+    ),
 }
 
 
@@ -143,7 +184,9 @@ def read_experts(
     if defaults is None:
         return None
     num_experts = _one_of(reader, defaults.count_keys, defaults.num_experts)
-    top_k = _one_of(reader, defaults.top_k_keys, defaults.top_k)
+    top_k = _one_of(reader, defaults.top_k_keys, defaults.top_k) or reader.positive_int(
+        defaults.top_k_keys[0]
+    )
     size = intermediate_size
     if defaults.intermediate_size:
         size = reader.positive_int("moe_intermediate_size", defaults.intermediate_size)
@@ -152,9 +195,19 @@ def read_experts(
         normalise = reader.boolean("norm_topk_prob", defaults.norm_topk_prob)
     groups, kept, scaling = 1, 1, 1.0
     if defaults.has_groups:
-        groups = reader.positive_int("n_group", 1)
-        kept = reader.positive_int("topk_group", 1)
-        scaling = reader.positive_number("routed_scaling_factor", 1.0)
+        groups = reader.positive_int("n_group", defaults.num_groups)
+        kept = reader.positive_int("topk_group", defaults.kept_groups)
+        scaling = reader.positive_number("routed_scaling_factor", defaults.scaling)
+    if _read_method(reader, defaults) == "greedy":
+        groups, kept = 1, 1
+    for key, neutral in defaults.neutral.items():
+        value = reader.get(key)
+        if value is not None and value != neutral:
+            raise SpecError(
+                f"The config's `{key}` = {value!r} changes how {architecture} routes, which is not "
+                f"supported; expected {neutral!r}.",
+                remedy="Use a checkpoint without it.",
+            )
     if num_experts % groups or kept > groups or top_k > kept * (num_experts // groups):
         raise SpecError(
             f"The config's experts don't fit: {top_k} of {num_experts}, in {groups} groups of "
@@ -189,6 +242,22 @@ def read_experts(
         gate_sharpness=sharpness,
         up_offset=defaults.up_offset,
     )
+
+
+def _read_method(reader: Reader, defaults: ExpertsDefaults) -> str:
+    """Give how experts are chosen, empty where no key says it."""
+    if not defaults.methods:
+        return ""
+    method = reader.get("topk_method")
+    if method is None:
+        return defaults.methods[0]
+    if method not in defaults.methods:
+        raise SpecError(
+            f"The config's `topk_method` must be {' or '.join(defaults.methods)}; found "
+            f"{method!r}.",
+            remedy="Name the architecture that the weights belong to.",
+        )
+    return str(method)
 
 
 def _one_of(reader: Reader, keys: tuple[str, ...], default: int) -> int:

@@ -14,6 +14,7 @@ from treadle.ir.errors import SpecError
 from treadle.ir.graph import Graph
 from treadle.models import (
     cohere2,
+    deepseek,
     ernie4_5,
     exaone4,
     gemma,
@@ -49,6 +50,7 @@ class Family:
 FAMILIES: tuple[Family, ...] = (
     Family("llama", llama.ARCHITECTURES, llama.build),
     Family("cohere2", cohere2.ARCHITECTURES, cohere2.build),
+    Family("deepseek", deepseek.ARCHITECTURES, deepseek.build),
     Family("ernie4_5", ernie4_5.ARCHITECTURES, ernie4_5.build),
     Family("exaone4", exaone4.ARCHITECTURES, exaone4.build),
     Family("gemma", gemma.ARCHITECTURES, gemma.build),

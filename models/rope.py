@@ -94,6 +94,17 @@ def rope_attention_factor(rope: RopeConfig) -> float:
     return _yarn_scale(rope.factor, 1.0)
 
 
+def rope_score_factor(rope: RopeConfig) -> float:
+    """Compute the factor on attention's scores that stands for one on the whole of q and k.
+
+    Formula: yarn with `mscale_all_dim` a: (0.1 a ln(factor) + 1)²; else, and for factors up to 1, 1
+    Source: DeepSeek-AI, DeepSeek-V2, 2024: there only a part of each head is rotated.
+    """
+    if rope.kind != "yarn" or not rope.mscale_all_dim or rope.factor <= 1.0:
+        return 1.0
+    return _yarn_scale(rope.factor, rope.mscale_all_dim) ** 2
+
+
 def _yarn_scale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0
 

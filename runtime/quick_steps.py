@@ -79,7 +79,7 @@ class QuickForms:
         graph: Graph,
         weights: Mapping[str, torch.Tensor],
         packed: PackedWeights,
-        caches: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        caches: Mapping[str, tuple[torch.Tensor, ...]],
         shared: SharedInputs,
     ) -> None:
         self._graph = graph

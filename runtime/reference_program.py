@@ -99,8 +99,8 @@ class ReferenceProgram:
         function, options = reference_call(op, self._graph)
         accepted = inspect.signature(function).parameters
         constants = self._packed if op.kind == "linear" else {}
-        caches: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        if "cache" in lookup(op.kind).operands:
+        caches: Mapping[str, tuple[torch.Tensor, ...]] = {}
+        if any(self._graph.type_of(name).layout for name in op.inputs):
             caches = self._state.caches
         inputs, outputs = op.inputs, op.outputs
         shares_plan, shares_angles = "plan" in accepted, "angles" in accepted
@@ -170,22 +170,29 @@ def _by_name(function: Callable[..., Any], op: Op) -> Callable[..., Any]:
     return call
 
 
+# What `plan_step` takes, of the operands of ops that write a cache or read one.
+_PLANNED = (
+    "positions",
+    "token_seq",
+    "seq_rows",
+    "block_table",
+    "query_start",
+    "context_lens",
+)
+
+
 class _SharedInputs:
     """Keep, for the length of one step, what every layer would derive anew."""
 
     def __init__(self, ops: tuple[Op, ...], graph: Graph) -> None:
         self._plan: reference.StepPlan | None = None
         self._angles: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._operands: tuple[str, ...] = ()
+        named: dict[str, str] = {}
         for op in ops:
-            if op.kind == "kv_write":
-                _, _, positions, token_seq, seq_rows, block_table, cache = op.inputs
-                cache_type = graph.type_of(cache)
-                self._num_kv_heads = cache_type.size(1)
-                self._page_size = cache_type.size(2)
-                self._operands = (positions, token_seq, seq_rows, block_table)
-            elif op.kind == "attention":
-                self._operands = (*self._operands[:4], *op.inputs[4:6])
+            for cache in (t for t in map(graph.type_of, op.inputs) if t.layout):
+                self._num_kv_heads, self._page_size = cache.size(1), cache.size(2)
+                named |= zip(lookup(op.kind).operands, op.inputs, strict=False)
+        self._operands = tuple(named[name] for name in _PLANNED if name in named)
 
     def forget(self) -> None:
         """Begin a new step."""

@@ -14,6 +14,7 @@ import torch
 from treadle.ir.builder import ROW_STATE, STEP_INPUTS, adjustment_state
 from treadle.ir.dims import B
 from treadle.ir.graph import Graph, Value
+from treadle.ir.kv_cache import PLANES
 from treadle.ir.types import TensorType
 from treadle.kernels.dtypes import TORCH_DTYPES
 from treadle.runtime.config import EngineConfig
@@ -29,13 +30,13 @@ class DeviceState:
     """Hold tensors by the names of graphs' inputs, as large as the largest step needs.
 
     `caches` gives K and V of each layer, [P, G, S, D] each, or u8[P, G, block bytes] where they are
-    quantised. `packed` i32 underlies the step's
+    quantised; or its latents alone, [P, 1, S, W]. `packed` i32 underlies the step's
     inputs, each at its offset in `packed_offsets`.
     """
 
     dims: Mapping[str, int]
     tensors: Mapping[str, torch.Tensor]
-    caches: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    caches: Mapping[str, tuple[torch.Tensor, ...]]
     packed: torch.Tensor
     packed_offsets: Mapping[str, int]
 
@@ -49,14 +50,14 @@ class DeviceState:
     @property
     def cache_bytes(self) -> int:
         """The bytes of all pages."""
-        return sum(k.nbytes + v.nbytes for k, v in self.caches.values())
+        return sum(plane.nbytes for planes in self.caches.values() for plane in planes)
 
     # What follows stands in for the scheduler where programs are tried without one.
 
     def fill_caches(self) -> None:
-        """Fill every page with random keys and values."""
-        for both in self.caches.values():
-            for cache in both:
+        """Fill every page with random keys and values, or latents."""
+        for planes in self.caches.values():
+            for cache in planes:
                 if cache.dtype == torch.uint8:
                     # Codes up to 63 and words of four such bytes are small numbers in every format.
                     cache.random_(0, 64)
@@ -92,7 +93,7 @@ class DeviceState:
 
 def cache_values(graph: Graph) -> tuple[Value, ...]:
     """Give the graph's caches, a layer each."""
-    return tuple(value for value in graph.inputs if value.type.layout == "kv")
+    return tuple(value for value in graph.inputs if value.type.layout)
 
 
 def page_bytes(graph: Graph) -> int:
@@ -142,6 +143,6 @@ def allocate_state(
     pages = {}
     for value in caches:
         shape, dtype = value.type.stored_shape(dims), TORCH_DTYPES[value.type.stored_dtype]
-        both = torch.zeros((2, *shape), dtype=dtype, device=device)
-        pages[value.name] = (both[0], both[1])
+        planes = PLANES[value.type.layout]
+        pages[value.name] = torch.zeros((planes, *shape), dtype=dtype, device=device).unbind()
     return DeviceState(dims, tensors, pages, packed, offsets)

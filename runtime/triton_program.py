@@ -101,7 +101,7 @@ class TritonProgram:
                     bound.append(None)
                 elif kind == "scratch":
                     bound.append(workspace.scratch[name])
-                elif kind in ("keys", "values"):
+                elif kind in ("keys", "values", "latents"):
                     bound.append(state.caches[name][kind == "values"])
                 else:
                     bound.append(self.tensors[name])

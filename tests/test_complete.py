@@ -105,15 +105,18 @@ HOW = {
     "gather_rows": "rms_norm layer_norm",
     "glu": "linear expert_linear grouped_linear",
     "grouped_linear": "alone",
+    "head_linear": "alone",
     "head_norm": "kv_write",
     "kv_write": "split",
+    "latent_attention": "alone",
+    "latent_write": "split",
     "layer_norm": "alone",
     "linear": "alone",
     "resolve_tokens": "alone",
     "rms_begin": "add",
     "rms_finish": "linear",
     "rms_norm": "alone",
-    "rope": "kv_write",
+    "rope": "kv_write latent_write",
     "route": "linear",
     "row_gate": "linear",
     "sample": "alone",
@@ -121,7 +124,7 @@ HOW = {
     "section_norm": "alone",
     "soft_cap": "linear",
     "sort_by_expert": "alone",
-    "split": "kv_write",
+    "split": "kv_write latent_write",
 }
 
 

@@ -77,6 +77,15 @@ CHANGES: dict[str, dict[str, object]] = {
         "head_dim": 64,
         "sliding_window": 128,
     },
+    "deepseek": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+    },
 }
 # Families whose kernels are those of another one, and perhaps more: only those are theirs.
 LIKE = {
@@ -84,6 +93,7 @@ LIKE = {
     "mixtral": "qwen3_moe",
     "qwen2_moe": "qwen3_moe",
     "glm4_moe": "qwen3_moe",
+    "deepseek": "qwen3_moe",
 }
 
 

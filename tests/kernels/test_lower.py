@@ -47,6 +47,25 @@ CONFIGS: dict[str, dict[str, object]] = {
         "intermediate_size": 132,
     },
 }
+LATENTS: dict[str, object] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "head_dim": 16,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 40,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+}
+CONFIGS |= {
+    "latents": LATENTS | {"q_lora_rank": 20},
+    "latents and queries of one projection": LATENTS | {"q_lora_rank": None},
+}
+# Decode steps have one query for each sequence: they don't ask where a sequence's queries start.
+DECODES = ("attention_decode", "rope_attention_decode", "latent_attention_decode")
 FORMAT_OF = {f"{kv_format} cache": kv_format for kv_format in KV_FORMATS}
 CONFIGS |= {name: {"head_dim": 32} for name in FORMAT_OF}
 
@@ -115,10 +134,13 @@ def test_the_launch_arguments_of_a_candidate_are_the_parameters_of_its_module(
             assert is_size == sorted(is_size), (op.name, candidate.template)
 
 
+@pytest.mark.parametrize("config", ("plain", "latents", "latents and queries of one projection"))
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("form", FORMS)
-def test_every_argument_names_something_that_a_step_has(form: str, target: str) -> None:
-    for op, graph, candidates in lowered(form, target):
+def test_every_argument_names_something_that_a_step_has(
+    form: str, target: str, config: str
+) -> None:
+    for op, graph, candidates in lowered(form, target, config):
         for candidate in candidates:
             scratch = {each.name for each in candidate.scratch}
             for argument in candidate.arguments.values():
@@ -127,6 +149,7 @@ def test_every_argument_names_something_that_a_step_has(form: str, target: str) 
                     "value": name in {*op.inputs, *op.outputs},
                     "keys": name in op.inputs and graph.types[name].layout == "kv",
                     "values": name in op.inputs and graph.types[name].layout == "kv",
+                    "latents": name in op.inputs and graph.types[name].layout == "latent",
                     "scratch": name in scratch,
                     "size": name in ("T", "B"),
                     "none": name == "",
@@ -134,15 +157,17 @@ def test_every_argument_names_something_that_a_step_has(form: str, target: str) 
                 assert known[kind], (op.name, candidate.template, argument)
 
 
+@pytest.mark.parametrize("config", ("plain", "latents", "latents and queries of one projection"))
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("form", FORMS)
-def test_every_operand_and_result_of_an_op_is_an_argument(form: str, target: str) -> None:
-    for op, _, candidates in lowered(form, target):
+def test_every_operand_and_result_of_an_op_is_an_argument(
+    form: str, target: str, config: str
+) -> None:
+    for op, _, candidates in lowered(form, target, config):
         for candidate in candidates:
             passed = {argument.partition(":")[2] for argument in candidate.arguments.values()}
             left_out = {*op.inputs, *op.outputs} - passed
-            # In a decode step sequence b is token b: its attention doesn't ask where they start.
-            if candidate.template in ("attention_decode", "rope_attention_decode"):
+            if candidate.template in DECODES:
                 left_out.remove("advance.query_start")
             # Nor do they need a token's sequence and position, where they append it themselves.
             if candidate.template == "rope_attention_decode":
