@@ -18,8 +18,8 @@ import torch  # noqa: E402
 
 from treadle.bench.random_models import BenchEngine, build_engine  # noqa: E402
 from treadle.bench.rows import Row, conditions, with_goal, write_rows  # noqa: E402
+from treadle.ir.cost import read_bytes  # noqa: E402
 from treadle.runtime.config import KV_DTYPES  # noqa: E402
-from treadle.runtime.state import page_bytes  # noqa: E402
 from treadle.runtime.trial import SelectedProgram, time_graph_ms  # noqa: E402
 from treadle.runtime.triton_program import GraphedProgram  # noqa: E402
 
@@ -28,15 +28,9 @@ ROUNDS = 31
 
 
 def floor_ms(engine: BenchEngine, batch: int, context: int) -> float:
-    """Give the time to read the weights and the batch's keys and values once."""
-    weights = {w.data_ptr(): w.nbytes for w in engine.trial.weights.values()}
-    graph = engine.trial.graphs["decode"]
-    embedding = engine.trial.weights["embed"]
-    read = sum(weights.values())
-    if engine.trial.weights["lm_head"].data_ptr() != embedding.data_ptr():
-        read -= embedding.nbytes  # of an embedding that is not the head only a few rows are read
-    read += batch * context * page_bytes(graph) // engine.trial.engine.page_size
-    return 1e3 * read / READ_BYTES_PER_S
+    """Give the time to read once what the step can't do without: weights, keys and values."""
+    dims = {"T": batch, "B": batch, "C": context}
+    return 1e3 * read_bytes(engine.trial.graphs["decode"], dims) / READ_BYTES_PER_S
 
 
 def main() -> None:

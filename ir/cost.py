@@ -1,6 +1,6 @@
 """What an op must compute and move: the floor of its time. Reads the registry's formulas.
 
-Called by lowering, for the headers of kernels.
+Called by lowering, for the headers of kernels, and by benchmarks, for what memory allows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from treadle.ir import ops
-from treadle.ir.graph import Graph, Op
+from treadle.ir.graph import Graph, Op, walk
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,30 @@ def op_cost(op: Op, graph: Graph, dims: Mapping[str, int]) -> Cost:
         if not graph.type_of(name).layout and name != "block_table"
     )
     return Cost(flops, moved + touched)
+
+
+def read_bytes(graph: Graph, dims: Mapping[str, int]) -> int:
+    """Give the bytes of weights and caches that a step with these dims can't do without.
+
+    Values that ops hand on are left out: a GPU's caches may hold them. Of experts those count that
+    the step's tokens choose on average, of an embedding the rows that are looked up.
+    """
+    total = 0
+    for op in walk(graph.ops):
+        if _reads_cache(op, graph):
+            if not ops.lookup(op.kind).mutates:
+                whole, without = (_plain_cost(op, graph, {**dims, **c}) for c in ({}, {"C": 0}))
+                total += whole.bytes - without.bytes
+        elif any(_is_loaded(name, graph) for name in op.inputs):
+            values = [name for name in (*op.inputs, *op.outputs) if not name.startswith("@")]
+            moved = sum(graph.type_of(name).num_bytes(dims) for name in values)
+            total += max(0, _plain_cost(op, graph, dims).bytes - moved)
+    return total
+
+
+def _is_loaded(name: str, graph: Graph) -> bool:
+    """Say whether a name is that of a weight, and not of a table that positions index."""
+    return name.startswith("@") and graph.weight_table[name.removeprefix("@")].rope is None
 
 
 def _reads_cache(op: Op, graph: Graph) -> bool:
