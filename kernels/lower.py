@@ -47,6 +47,7 @@ from treadle.kernels.schedule import (
     sample_schedules,
     sort_schedules,
     step_schedules,
+    within_shared_memory,
 )
 
 
@@ -425,6 +426,7 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
         "num_seqs": "size:B",
     }
     where = _within_window(where, op, graph)
+    element = (params.head_dim, DTYPE_BYTES[graph.type_of(q).dtype])
     limits = _limits(params, sinks)
     hooks = _limit_hooks(params, where.step, sinks)
     shared |= _values(("sinks",) * len(sinks), sinks)
@@ -453,11 +455,10 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
             hooks=hooks,
             operands=("sinks",) * len(sinks),
         )
-        schedules = attention_prefill_schedules(where.dims, where.machine)
-        if params.soft_cap:
-            # A cap takes registers: smaller tiles come first, for they don't spill.
-            schedules = iter(sorted(schedules, key=lambda each: int(each["BLOCK_TOKENS"])))
-        for schedule in schedules:
+        schedules = attention_prefill_schedules(
+            params.head_dim, where.dims, where.machine, is_capped=bool(params.soft_cap)
+        )
+        for schedule in within_shared_memory(schedules, *element, where.machine):
             yield replace(prefill, schedule=schedule)
         for schedule in attention_prefill_tma_schedules(
             params.head_dim, page_size, where.dims, where.machine
@@ -466,7 +467,9 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
         return
     template = "attention_decode"
     schedules = attention_decode_schedules(params.num_kv_heads, where.dims, where.machine)
-    if kv_format:
+    if not kv_format:
+        schedules = within_shared_memory(schedules, *element, where.machine)
+    else:
         template = "attention_decode_quantised"
         schedules = attention_decode_quantised_schedules(
             params.num_kv_heads, page_size, kv_format, where.dims, where.machine
@@ -638,7 +641,12 @@ def _lower_rope_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Ca
         "num_seqs": "size:B",
     }
     num_kv_heads = attention.params.num_kv_heads
-    schedules = rope_attention_decode_schedules(num_kv_heads, where.dims, where.machine)
+    schedules = within_shared_memory(
+        rope_attention_decode_schedules(num_kv_heads, where.dims, where.machine),
+        attention.params.head_dim,
+        DTYPE_BYTES[graph.type_of(roped.cache).dtype],
+        where.machine,
+    )
     name = f"{_kernel_name(op)}{_limits(attention.params, sinks)}"
     hooks = _rope_limit_hooks(attention.params, sinks)
     for candidate in _split_attention(

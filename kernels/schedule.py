@@ -660,14 +660,22 @@ def attention_prefill_quantised_schedules(
             yield _quantised(schedule, use_ptx=use_ptx)
 
 
-def attention_prefill_schedules(dims: Mapping[str, int], machine: str) -> Iterator[Schedule]:
+def attention_prefill_schedules(
+    head_dim: int, dims: Mapping[str, int], machine: str, *, is_capped: bool = False
+) -> Iterator[Schedule]:
     """Yield schedules of prefill attention: query heads of one KV head share each tile of keys."""
     if machine == INTERPRETER:
         yield _attention_prefill(64, 64, 4, 1, pack_heads=True)
         return
-    shapes = [(64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 4), (64, 32, 4, 3), (64, 64, 4, 2)]
+    shapes = [(64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 3), (64, 32, 4, 4), (64, 64, 4, 2)]
     if dims["T"] <= 64:
         shapes = [(64, 64, 4, 3), (16, 64, 4, 3), (32, 64, 4, 3)]
+    if head_dim > 128:
+        # The sums of 64 rows are too much for the registers of four warps.
+        shapes = [(64, 32, 8, 2), (64, 32, 8, 3), (16, 32, 4, 3), (32, 32, 4, 2)]
+    elif is_capped:
+        # A cap takes registers: smaller tiles come first, for they don't spill.
+        shapes.sort(key=lambda shape: shape[1])
     for block_rows, block_tokens, warps, stages in shapes:
         for pack_heads in (True, False):
             yield _attention_prefill(block_rows, block_tokens, warps, stages, pack_heads=pack_heads)
@@ -702,6 +710,28 @@ def _attention_prefill(
         "num_warps": warps,
         "num_stages": stages,
     }
+
+
+# Bytes of shared memory that one program may have, where they are fewer than an H200 gives.
+_SHARED_BYTES = {"gfx942": 65536, "sm_80": 166912, "sm_86": 101376, "sm_89": 101376}
+_MOST_SHARED_BYTES = 232448
+
+
+def within_shared_memory(
+    schedules: Iterator[Schedule], head_dim: int, element_bytes: int, machine: str
+) -> Iterator[Schedule]:
+    """Yield schedules of attention with as many stages as the machine's shared memory holds.
+
+    A stage holds a tile of keys and one of values; one less than there are stages is on its way.
+    Beside them lie the weights of a tile, and, on NVIDIA GPUs, the queries.
+    """
+    width, limit = power_of_two(head_dim), _SHARED_BYTES.get(machine, _MOST_SHARED_BYTES)
+    for schedule in schedules:
+        tokens = int(schedule["BLOCK_TOKENS"])
+        row = tokens if machine.startswith("gfx") else tokens + width
+        free = limit - int(schedule.get("BLOCK_ROWS", 0)) * row * element_bytes
+        stages = 1 + max(free // (2 * tokens * width * element_bytes), 0)
+        yield schedule | {"num_stages": min(int(schedule["num_stages"]), stages)}
 
 
 # --- rows ---------------------------------------------------------------------------------------

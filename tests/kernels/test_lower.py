@@ -15,7 +15,11 @@ from treadle.ir.kv_cache import KV_FORMATS
 from treadle.ir.pipeline import run_passes
 from treadle.ir.text import parse_graph
 from treadle.kernels.lower import Candidate, Situation, lower, without_unsafe_pdl
-from treadle.kernels.schedule import GEMV_ROWS
+from treadle.kernels.schedule import (
+    GEMV_ROWS,
+    attention_prefill_schedules,
+    within_shared_memory,
+)
 from treadle.models.config import from_hf
 from treadle.models.registry import build_graph
 from treadle.runtime.compiler import FORMS
@@ -215,6 +219,34 @@ def test_kernels_of_a_plain_cache_know_no_format(form: str) -> None:
         for candidate in candidates:
             assert "KV_FORMAT" not in candidate.shape
             assert not candidate.template.endswith("_quantised")
+
+
+@pytest.mark.parametrize(
+    ("machine", "head_dim", "rows", "stages"),
+    [
+        ("sm_90", 128, 64, 3),
+        ("sm_80", 128, 64, 3),
+        ("sm_80", 256, 64, 2),  # three stages would take 168 KiB of 163
+        ("gfx942", 128, 64, 2),  # 72 KiB of 64
+        ("gfx942", 128, 0, 3),
+        ("gfx942", 256, 0, 2),
+        ("sm_86", 192, 64, 1),
+    ],
+)
+def test_attention_has_no_more_stages_than_shared_memory_holds(
+    machine: str, head_dim: int, rows: int, stages: int
+) -> None:
+    schedule = {"BLOCK_TOKENS": 64, "num_stages": 3, **({"BLOCK_ROWS": rows} if rows else {})}
+    (found,) = within_shared_memory(iter([schedule]), head_dim, 2, machine)
+    assert found == {**schedule, "num_stages": stages}
+
+
+def test_a_capped_prefill_begins_with_small_tiles_and_a_wide_head_with_eight_warps() -> None:
+    dims = {"T": 256}
+    capped = next(attention_prefill_schedules(128, dims, "sm_80", is_capped=True))
+    wide = next(attention_prefill_schedules(256, dims, "sm_80", is_capped=True))
+    assert (capped["BLOCK_TOKENS"], capped["num_warps"], capped["num_stages"]) == (32, 4, 3)
+    assert (wide["BLOCK_TOKENS"], wide["num_warps"], wide["num_stages"]) == (32, 8, 2)
 
 
 def test_fp8_is_unpacked_without_ptx_where_the_gpu_has_no_conversion() -> None:

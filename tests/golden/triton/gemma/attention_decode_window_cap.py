@@ -2,11 +2,11 @@
 the pages.
 
 Covers:
-  attended: bf16[T, 2048] = attention(q_rope, kv, block_table, seq_rows, query_start,
-    context_lens; num_heads=16, num_kv_heads=8, head_dim=128, scale=0.0625, window=1024,
+  attended: bf16[T, 4096] = attention(q_rope, kv, block_table, seq_rows, query_start,
+    context_lens; num_heads=16, num_kv_heads=8, head_dim=256, scale=0.0625, window=1024,
     soft_cap=50.0)
 
-Must move 0 bytes and 8,192 per token; must compute 0 operations per token.
+Must move 0 bytes and 16,384 per token; must compute 0 operations per token.
 Keys and values come on top: their bytes and operations per context token.
 
 Schedule: BLOCK_TOKENS=64, MAX_SPLITS=16, MIN_CHUNK_TOKENS=128, USE_PDL=True, TRIGGER_LATE=False,
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-SHAPE = dict(NUM_HEADS=16, NUM_KV_HEADS=8, HEAD_DIM=128, PAGE_SIZE=64, SCALE=0.0625)
+SHAPE = dict(NUM_HEADS=16, NUM_KV_HEADS=8, HEAD_DIM=256, PAGE_SIZE=64, SCALE=0.0625)
 SCHEDULE = dict(
     BLOCK_TOKENS=64,
     MAX_SPLITS=16,

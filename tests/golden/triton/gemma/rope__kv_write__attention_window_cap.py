@@ -3,15 +3,15 @@ position; then Append the step's keys and values to the pages of their rows; the
 from each token to the tokens of its row, through the pages.
 
 Covers:
-  q: bf16[T, 2048], k: bf16[T, 1024], v: bf16[T, 1024] = split(qkv; sizes=(2048, 1024, 1024))
-  q_rope: bf16[T, 2048] = rope(q, positions, @rope; head_dim=128)
-  k_rope: bf16[T, 1024] = rope(k, positions, @rope; head_dim=128)
+  q: bf16[T, 4096], k: bf16[T, 2048], v: bf16[T, 2048] = split(qkv; sizes=(4096, 2048, 2048))
+  q_rope: bf16[T, 4096] = rope(q, positions, @rope; head_dim=256)
+  k_rope: bf16[T, 2048] = rope(k, positions, @rope; head_dim=256)
   kv_write(k_rope, v, positions, token_seq, seq_rows, block_table, kv)
-  attended: bf16[T, 2048] = attention(q_rope, kv, block_table, seq_rows, query_start,
-    context_lens; num_heads=16, num_kv_heads=8, head_dim=128, scale=0.0625, window=1024,
+  attended: bf16[T, 4096] = attention(q_rope, kv, block_table, seq_rows, query_start,
+    context_lens; num_heads=16, num_kv_heads=8, head_dim=256, scale=0.0625, window=1024,
     soft_cap=50.0)
 
-Must move 4 bytes and 16,916 per token; must compute 18,432 operations per token.
+Must move 4 bytes and 33,812 per token; must compute 36,864 operations per token.
 Keys and values come on top: their bytes and operations per context token.
 
 Schedule: BLOCK_TOKENS=64, MAX_SPLITS=16, MIN_CHUNK_TOKENS=128, LOAD_EARLY=False, USE_PDL=True,
@@ -25,8 +25,8 @@ import triton.language as tl
 SHAPE = dict(
     NUM_HEADS=16,
     NUM_KV_HEADS=8,
-    HEAD_DIM=128,
-    ROTARY_DIM=128,
+    HEAD_DIM=256,
+    ROTARY_DIM=256,
     PAGE_SIZE=64,
     SCALE=0.0625,
     HEAD_NORM=False,
