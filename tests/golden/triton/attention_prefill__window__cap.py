@@ -8,7 +8,7 @@ Covers:
 Must move 0 bytes and 16,384 per token; must compute 0 operations per token.
 Keys and values come on top: their bytes and operations per context token.
 
-Schedule: BLOCK_ROWS=64, BLOCK_TOKENS=32, PACK_HEADS=True, num_warps=4, num_stages=4
+Schedule: BLOCK_ROWS=64, BLOCK_TOKENS=32, PACK_HEADS=True, num_warps=4, num_stages=3
 """
 
 import torch
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 SHAPE = dict(NUM_HEADS=32, NUM_KV_HEADS=8, HEAD_DIM=128, PAGE_SIZE=64, SCALE=0.0625)
-SCHEDULE = dict(BLOCK_ROWS=64, BLOCK_TOKENS=32, PACK_HEADS=True, num_warps=4, num_stages=4)
+SCHEDULE = dict(BLOCK_ROWS=64, BLOCK_TOKENS=32, PACK_HEADS=True, num_warps=4, num_stages=3)
 
 
 @triton.jit
