@@ -484,6 +484,11 @@ def report_command() -> None:
     is_flag=True,
     help="Give what vLLM has too under its names as well, for dashboards made for it.",
 )
+@click.option(
+    "--allow-sleep",
+    is_flag=True,
+    help="Offer /sleep and /wakeup, which give the model's memory back and load it again.",
+)
 @click.option("--open-metrics", is_flag=True, help="Give /metrics without a key too.")
 @click.option(
     "--cors-origin",

@@ -73,6 +73,7 @@ class StandIn:
     phase: str = "ready"
     ready: bool = True
     failure: None = None
+    is_sleeping: bool = False
 
     def __post_init__(self) -> None:
         self.vocab_size = self.tokenizer.vocab_size

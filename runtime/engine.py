@@ -44,6 +44,8 @@ class LoadedModel:
     vocab_size: int
     summary: dict[str, str]
     count_jit_compiles: Callable[[], int]
+    # Called when nothing refers to the model any more: gives freed memory back to the system.
+    release_memory: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,10 @@ class Engine:
         self._wake = threading.Event()
         self._stopping = False
         self._draining = False
+        self._sleeping = False
+        self._changing_sleep = asyncio.Lock()
+        # What was counted before the model was last loaded.
+        self._counted = EngineStats()
         self._generations: dict[str, Generation] = {}
         self._numbers = itertools.count()
         self._stats = EngineStats()
@@ -206,6 +212,8 @@ class Engine:
     @property
     def model(self) -> LoadedModel:
         """The loaded model. Raises: TreadleError: the engine is not ready."""
+        if self._model is None and self._sleeping:
+            raise _asleep()
         if self._model is None:
             raise TreadleError(f"The engine is not ready: {self.phase}.", remedy="Wait for /ready.")
         return self._model
@@ -228,7 +236,13 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Say whether requests are accepted and can be served."""
-        return self._model is not None and not self._draining and self.failure is None
+        is_taken = self._draining or self._sleeping
+        return self._model is not None and not is_taken and self.failure is None
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Say whether the model's memory is given back, or soon will be."""
+        return self._sleeping
 
     async def start(self) -> None:
         """Load the model and begin to serve; returns when ready."""
@@ -240,14 +254,49 @@ class Engine:
         self._worker.start()
         await started
 
-    async def close(self) -> None:
-        """Abort what runs, stop the worker and wait for it."""
-        for generation in tuple(self._generations.values()):
-            generation.abort()
+    async def sleep(self) -> None:
+        """Let running answers end, take no new ones, and give the model's memory back.
+
+        Raises: TreadleError: what broke the engine, perhaps meanwhile.
+        """
+        async with self._changing_sleep:
+            if self._model is None:
+                return
+            self._sleeping = True
+            self.phase = "falling asleep"
+            if self._generations:
+                await self._all_done.wait()
+            if self.failure is not None:
+                raise self.failure
+            await self._stop_worker()
+            release_memory, self._counted = self._model.release_memory, self._stats
+            self._model = None
+            await asyncio.to_thread(release_memory)
+            self._stats = replace(self._counted, pages_total=0, pages_free=0)
+            self.phase = "sleeping"
+
+    async def wake(self) -> None:
+        """Load the model again. Harmless when awake. Raises: TreadleError: it can't be loaded."""
+        async with self._changing_sleep:
+            if not self._sleeping:
+                return
+            self._commands.clear()
+            self._stopping = False
+            await self.start()
+            self._sleeping = False
+
+    async def _stop_worker(self) -> None:
         self._stopping = True
         self._wake.set()
         if self._worker is not None:
             await asyncio.to_thread(self._worker.join)
+            self._worker = None
+
+    async def close(self) -> None:
+        """Abort what runs, stop the worker and wait for it."""
+        for generation in tuple(self._generations.values()):
+            generation.abort()
+        await self._stop_worker()
         self.phase = "closed"
 
     async def prepare(self, params: SamplingParams) -> SamplingParams:
@@ -293,6 +342,8 @@ class Engine:
                 retry_after_s=5.0,
                 code="draining",
             )
+        if self._sleeping:
+            raise _asleep()
         params.validate()
         assert params.structure is None or params.grammar is not None, "`prepare` compiles it"
         params.check_vocabulary(self.vocab_size)
@@ -498,18 +549,19 @@ class Engine:
 
     def _update_stats(self) -> None:
         scheduler = self.model.scheduler
-        pool = scheduler.pool
+        pool, counted = scheduler.pool, self._counted
         self._stats = EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             pages_total=pool.num_pages,
             pages_free=pool.num_available,
-            steps_total=scheduler.steps_total,
+            steps_total=counted.steps_total + scheduler.steps_total,
             last_step_age_s=time.monotonic() - self._last_step_at,
-            jit_compiles_total=self.model.count_jit_compiles(),
-            prompt_tokens_total=scheduler.prompt_tokens_total,
-            generation_tokens_total=scheduler.generation_tokens_total,
-            preemptions_total=scheduler.preemptions_total,
+            jit_compiles_total=counted.jit_compiles_total + self.model.count_jit_compiles(),
+            prompt_tokens_total=counted.prompt_tokens_total + scheduler.prompt_tokens_total,
+            generation_tokens_total=counted.generation_tokens_total
+            + scheduler.generation_tokens_total,
+            preemptions_total=counted.preemptions_total + scheduler.preemptions_total,
         )
 
     def _break(self, error: Exception) -> None:
@@ -528,6 +580,15 @@ class Engine:
         ending = _Ending(FinishReason.ERROR, None, fault)
         self._publish_step()
         self._publish([_News(name, None, 0, ending) for name in tuple(self._generations)])
+
+
+def _asleep() -> QueueFullError:
+    return QueueFullError(
+        "The engine sleeps: its model's memory is given back.",
+        remedy="Wake it, by /wakeup where it is a server's.",
+        retry_after_s=5.0,
+        code="sleeping",
+    )
 
 
 def _succeed(started: asyncio.Future[None]) -> None:

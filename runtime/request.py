@@ -382,6 +382,17 @@ class Engine(Protocol):
 
     async def close(self) -> None: ...
 
+    @property
+    def is_sleeping(self) -> bool: ...
+
+    async def sleep(self) -> None:
+        """Let running answers end, take no new ones, and give the model's memory back."""
+        ...
+
+    async def wake(self) -> None:
+        """Load the model again. Harmless when awake. Raises: TreadleError: it can't be loaded."""
+        ...
+
     async def prepare(self, params: SamplingParams) -> SamplingParams:
         """Give parameters that can be submitted: words as tokens, structure as a grammar.
 

@@ -32,6 +32,7 @@ from treadle.server import (
     native,
     openapi,
     responses,
+    sleeping,
     tokens,
     webpages,
 )
@@ -68,7 +69,18 @@ MAX_HEADER_BYTES = 32 * 2**10
 # How long the rest of a refused body is read, so that its client gets to see the answer.
 LINGER_S = 0.5
 
-ENDPOINTS = (chat, completions, responses, messages, models, tokens, native, health, webpages)
+ENDPOINTS = (
+    chat,
+    completions,
+    responses,
+    messages,
+    models,
+    tokens,
+    native,
+    sleeping,
+    health,
+    webpages,
+)
 
 logger = logging.getLogger("treadle.server")
 

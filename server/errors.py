@@ -45,6 +45,7 @@ STATUS_OF_CODE = {
     "overloaded": 429,
     "loading": 503,
     "draining": 503,
+    "sleeping": 503,
 }
 TYPE_OF_STATUS = {
     401: "authentication_error",

@@ -41,8 +41,6 @@ def add_routes(app: web.Application) -> None:
     app.router.add_post("/get_ppl", get_perplexity)
     app.router.add_post("/v1/encode", encode)
     app.router.add_post("/abort_request", abort_request)
-    app.router.add_post("/sleep", sleep)
-    app.router.add_post("/wakeup", wake_up)
     app.router.add_post("/v1/embeddings", create_embeddings)
 
 
@@ -214,16 +212,6 @@ async def abort_request(request: web.Request) -> web.Response:
 
 
 # --- what can't be done ---------------------------------------------------------------------------
-
-
-async def sleep(request: web.Request) -> web.Response:
-    """Refused: the engine can't give its memory back while it runs."""
-    raise _not_offered("/sleep", "the engine can't give its memory back while it runs.", "Stop it.")
-
-
-async def wake_up(request: web.Request) -> web.Response:
-    """Refused: the engine never sleeps."""
-    raise _not_offered("/wakeup", "the engine never sleeps.", "Leave it out.")
 
 
 async def create_embeddings(request: web.Request) -> web.Response:

@@ -65,6 +65,9 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     "/health": ("status", "phase"),
     "/ready": ("status", "phase"),
     "/version": ("name", "version"),
+    "/sleep": ("is_sleeping",),
+    "/wakeup": ("is_sleeping",),
+    "/is_sleeping": ("is_sleeping",),
     "/generate": ("text", "output_ids", "meta_info"),
     "/status": ("model", "phase", "ready"),
 }

@@ -38,7 +38,7 @@ class ServerOptions:
     `tool_parser`, `reasoning_parser`: how the model writes them; `auto`: as its template shows.
     `read_timeout_s`: the head of a connection's first request must have come by then, and each body
     after its head. `make_report`: gives the page of the kernels' tuning; takes time.
-    `vllm_metric_names`: give metrics under those names too.
+    `vllm_metric_names`: give metrics under those names too. `allow_sleep`: offer /sleep, /wakeup.
     Raises: ConfigError: a value out of range.
     """
 
@@ -53,6 +53,7 @@ class ServerOptions:
     read_timeout_s: float = 60.0
     make_report: Callable[[], str] | None = None
     vllm_metric_names: bool = False
+    allow_sleep: bool = False
 
     def __post_init__(self) -> None:
         if self.client_max_size_bytes < 1024:
@@ -117,6 +118,13 @@ def require_ready(app: web.Application) -> Engine:
         )
     if engine.failure is not None:
         raise engine.failure
+    if engine.is_sleeping:
+        raise QueueFullError(
+            f"The server sleeps, and gave its model's memory back ({engine.phase}).",
+            remedy="POST /wakeup loads it again.",
+            retry_after_s=5,
+            code="sleeping",
+        )
     if not engine.ready:
         raise QueueFullError(
             f"The model is not ready yet: {engine.phase}.",

@@ -161,6 +161,16 @@ class FakeEngine:
             self._stepper.cancel()
         self.ready, self.phase = False, "closed"
 
+    @property
+    def is_sleeping(self) -> bool:
+        return self.phase == "sleeping"
+
+    async def sleep(self) -> None:
+        self.ready, self.phase = False, "sleeping"
+
+    async def wake(self) -> None:
+        self.ready, self.phase = True, "ready"
+
     async def prepare(self, params: SamplingParams) -> SamplingParams:
         return params
 

@@ -7,6 +7,7 @@ import math
 import socket
 import threading
 import time
+import weakref
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoints import make_dice
+from treadle.ir.errors import MachineError
 
 from .fake_engine import FakeEngine, say
 from .live import LiveServer
@@ -122,6 +124,58 @@ def test_what_the_engine_can_not_do_is_refused_by_name(dice: LiveServer, route: 
     reply = dice.post(route, {"input": "x"})
     assert (reply.status, reply.error["code"]) == (400, "unsupported_endpoint")
     assert route in reply.error["message"]
+
+
+# --- sleep ----------------------------------------------------------------------------------------
+
+
+def test_a_server_sleeps_and_wakes(
+    start_model: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    server = start_model(make_dice(tmp_path_factory.mktemp("dice")).path, allow_sleep=True)
+    fields = {"temperature": 0, "max_tokens": 60}
+    before = server.complete("[[S1]]", **fields).json["choices"]
+    executor = weakref.ref(server.engine.model.executor)
+    tensor = weakref.ref(server.engine.model.executor.state.packed)
+    counted = server.metric("treadle_generation_tokens_total")
+    found: list[Any] = []
+    running = threading.Thread(target=lambda: found.append(server.complete("[[S1]]", **fields)))
+    running.start()
+    server.wait_for(lambda: bool(server.engine._generations) or bool(found))
+    assert server.post("/sleep?level=1", b"").json == {"is_sleeping": True}
+    running.join()
+    # The running answer came to its end, and nothing of the model is left.
+    assert found[0].json["choices"][0]["text"] == before[0]["text"]
+    assert executor() is None and tensor() is None
+    assert server.get("/is_sleeping").json == {"is_sleeping": True}
+    assert (server.get("/health").status, server.get("/ready").status) == (200, 503)
+    reply = server.complete("[[S1]]")
+    assert (reply.status, reply.error["code"]) == (503, "sleeping")
+    assert reply.headers["retry-after"]
+    assert server.get("/v1/models").status == 200 and server.get("/status").status == 200
+    assert server.metric("treadle_kv_pages") == 0
+    assert server.post("/sleep", b"").status == 200
+
+    def fail(report: Any) -> Any:
+        raise MachineError("The disk is gone.")
+
+    load, server.engine._load = server.engine._load, fail
+    reply = server.post("/wakeup", b"")
+    assert reply.status == 500 and "disk" in reply.error["message"]
+    assert server.get("/is_sleeping").json == {"is_sleeping": True}
+    server.engine._load = load
+    for _ in range(2):
+        assert server.post("/wakeup?tags=weights&tags=kv_cache", b"").json == {"is_sleeping": False}
+    assert server.complete("[[S1]]", **fields).json["choices"] == before
+    assert server.metric("treadle_generation_tokens_total") >= counted + 2 * 60 - 1
+
+
+@pytest.mark.parametrize("query", ["/sleep?level=3", "/sleep?x=1", "/wakeup?tags=graphs"])
+def test_sleep_checks_its_parameters(start_fake: Any, query: str) -> None:
+    server = start_fake(server={"allow_sleep": True})
+    reply = server.post(query, b"")
+    assert reply.status == 400 and reply.error["param"] in ("level", "x", "tags")
+    assert server.chat(max_tokens=1).status == 200
 
 
 # --- ending answers from outside ------------------------------------------------------------------
