@@ -29,11 +29,13 @@ STEPS: dict[str, list[str]] = {
     "throughput": ["--shapes", "1024x1024", "--concurrency", "256"],
     "serve": [],
     "throughput-more": ["--shapes", "mix,128x2048,2048x128", "--concurrency", "256,64,16,1"],
+    "decode-families": ["--models", "gemma-3-4b,qwen3-30b-a3b,gpt-oss-20b", "--batches", "1,8,32"],
+    "prefill-families": ["--models", "gemma-3-4b,qwen3-30b-a3b,gpt-oss-20b", "--prompts", "1x1024"],
     "decode-long": ["--batches", "1,32", "--contexts", "128,8192", "--models", "llama-3.1-8b"],
 }
 
 # These keep a time by themselves, so that they end with all they measured.
-BUDGETED = {"prefill", "kernels", "startup", "host_time", "throughput", "serve"}
+BUDGETED = {"decode", "prefill", "kernels", "startup", "host_time", "throughput", "serve"}
 
 
 def run_steps(

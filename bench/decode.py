@@ -9,6 +9,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,8 +19,9 @@ sys.path[:] = [str(ROOT / ".import"), *[p for p in sys.path if Path(p or ".").re
 
 import torch  # noqa: E402
 
-from treadle.bench.random_models import BenchEngine, build_engine  # noqa: E402
-from treadle.bench.rows import Row, conditions, with_goal, write_rows  # noqa: E402
+from treadle.bench.cases import add_options, play  # noqa: E402
+from treadle.bench.random_models import CONFIGS, BenchEngine, build_engine  # noqa: E402
+from treadle.bench.rows import Row, conditions, with_goal  # noqa: E402
 from treadle.ir.cost import read_bytes  # noqa: E402
 from treadle.runtime.config import KV_DTYPES  # noqa: E402
 from treadle.runtime.trial import SelectedProgram, time_graph_ms  # noqa: E402
@@ -33,46 +37,55 @@ def floor_ms(engine: BenchEngine, batch: int, context: int) -> float:
     return 1e3 * read_bytes(engine.trial.graphs["decode"], dims) / READ_BYTES_PER_S
 
 
-def main() -> None:
-    """Time the cases of the command line and write their rows."""
+def case_of(name: str, batch: int, context: int, kv_dtype: str) -> str:
+    """Name a case as results and goals do."""
+    kv = "" if kv_dtype == "auto" else f" kv {kv_dtype}"
+    return f"{name} batch {batch} context {context}{kv}"
+
+
+def measure(name: str, batch: int, context: int, asked: argparse.Namespace) -> Iterator[Row]:
+    """Time a step of `batch` sequences of `context` tokens each."""
+    engine = build_engine(
+        name,
+        max_rows=batch,
+        window=context + 512,
+        max_step_tokens=max(batch, 16),
+        kv_format=KV_DTYPES[asked.kv_dtype],
+    )
+    engine.trial.fill(batch, context)
+    times = time_graph_ms(engine.graphed(batch), engine.trial, context, ROUNDS)
+    value = statistics.median(times)
+    logits = engine.programs["decode", batch].values["logits"]
+    assert bool(torch.isfinite(logits).all()), "logits are not finite"
+    case = case_of(name, batch, context, asked.kv_dtype)
+    goal, peers = with_goal("decode", case)
+    floor = floor_ms(engine, batch, context)
+    stated = conditions(dtype="bf16", weights="random", page_size=64, graphs=True)
+    yield Row("decode", case, value, "ms", "lower", goal, floor, peers, stated)
+    if asked.parts:
+        print_parts(engine, batch, context, value)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Time the cases of the command line, write their rows, and give the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default="llama-3.1-8b,llama-3.2-1b")
+    parser.add_argument("--models", default="llama-3.1-8b,llama-3.2-1b", help=", ".join(CONFIGS))
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--contexts", default="1024")
     parser.add_argument("--kv-dtype", default="auto", choices=list(KV_DTYPES))
     parser.add_argument("--parts", action="store_true")
-    parser.add_argument("--out", type=Path, help="where to write decode.json (default: results/)")
-    arguments = parser.parse_args()
-    rows: list[Row] = []
-    for name in arguments.models.split(","):
-        for batch in map(int, arguments.batches.split(",")):
-            for context in map(int, arguments.contexts.split(",")):
-                engine = build_engine(
-                    name,
-                    max_rows=batch,
-                    window=context + 512,
-                    max_step_tokens=max(batch, 16),
-                    kv_format=KV_DTYPES[arguments.kv_dtype],
-                )
-                engine.trial.fill(batch, context)
-                times = time_graph_ms(engine.graphed(batch), engine.trial, context, ROUNDS)
-                value = statistics.median(times)
-                logits = engine.programs["decode", batch].values["logits"]
-                assert bool(torch.isfinite(logits).all()), "logits are not finite"
-                case = f"{name} batch {batch} context {context}"
-                if arguments.kv_dtype != "auto":
-                    case += f" kv {arguments.kv_dtype}"
-                goal, peers = with_goal("decode", case)
-                floor = floor_ms(engine, batch, context)
-                stated = conditions(dtype="bf16", weights="random", page_size=64, graphs=True)
-                rows.append(Row("decode", case, value, "ms", "lower", goal, floor, peers, stated))
-                write_rows("decode", rows[-1:], arguments.out)  # kept, whatever comes next
-                print(f"{case}: {value:.3f} ms, goal {goal}, floor {floor:.2f}", flush=True)
-                if arguments.parts:
-                    print_parts(engine, batch, context, value)
-                del engine
-                torch.cuda.empty_cache()
-    print(write_rows("decode", rows, arguments.out))
+    add_options(parser)
+    began_s, asked = time.monotonic(), parser.parse_args(arguments)
+    cases = [
+        (
+            case_of(name, batch, context, asked.kv_dtype),
+            partial(measure, name, batch, context, asked),
+        )
+        for name in asked.models.split(",")
+        for batch in map(int, asked.batches.split(","))
+        for context in map(int, asked.contexts.split(","))
+    ]
+    return play("decode", cases, asked, began_s).exit_code
 
 
 def print_parts(engine: BenchEngine, batch: int, context: int, whole_ms: float) -> None:
@@ -95,4 +108,4 @@ def print_parts(engine: BenchEngine, batch: int, context: int, whole_ms: float) 
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

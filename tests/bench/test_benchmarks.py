@@ -13,6 +13,7 @@ import pytest
 from tests.checkpoints import make_llama
 from treadle.bench import (
     baselines,
+    decode,
     host_time,
     kernels,
     kv_attention,
@@ -24,8 +25,10 @@ from treadle.bench import (
     workloads,
 )
 from treadle.bench.checkpoints import write_checkpoint
+from treadle.bench.random_models import CONFIGS
 from treadle.bench.rows import Row
 from treadle.bench.timing import Spread
+from treadle.models.config import from_hf
 from treadle.runtime.checkpoint import open_checkpoint
 from treadle.runtime.roofs import Roofs
 from treadle.runtime.tuner import Workload
@@ -77,6 +80,21 @@ def test_a_benchmark_says_how_it_is_run(
         runpy.run_path(str(ROOT / "bench" / f"{name}.py"), run_name="__main__")
     assert ended.value.code == 0
     assert "Run: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_config_of_a_model_has_no_key_that_nobody_reads(name: str) -> None:
+    assert from_hf(CONFIGS[name]).unknown_keys == ()
+
+
+def test_decode_steps_that_the_time_is_too_short_for_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--models", "tiny", "--batches", "1,8", "--budget", "0", "--out", str(tmp_path)]
+    assert decode.main(asked) == 0
+    told = capsys.readouterr().out
+    assert "left out: tiny batch 1 context 1024, tiny batch 8 context 1024" in told
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.interpreted
