@@ -18,7 +18,7 @@ import torch
 from treadle.ir.errors import CheckpointError
 from treadle.runtime.gguf_source import GgufSource
 from treadle.runtime.mxfp4 import Mxfp4Source, is_mxfp4
-from treadle.runtime.safetensors_source import SafetensorsSource, TensorEntry
+from treadle.runtime.safetensors_source import HOST, SafetensorsSource, TensorEntry
 
 _SAMPLE_BYTES = 256
 
@@ -32,7 +32,7 @@ class TensorSource(Protocol):
     def names(self) -> frozenset[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def dtype(self, name: str) -> torch.dtype: ...
-    def tensor(self, name: str) -> torch.Tensor: ...
+    def tensor(self, name: str, device: torch.device = HOST) -> torch.Tensor: ...
     def entry(self, name: str) -> TensorEntry | None: ...
     def headers(self) -> Iterator[tuple[str, bytes, int]]: ...
     def spans(self) -> Iterator[tuple[Path, int, int]]: ...
@@ -77,13 +77,14 @@ class Checkpoint:
         """
         return self.source.dtype(self._known(name))
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """Read one tensor into host memory, in Hugging Face's layout. Treat it as read-only.
+    def tensor(self, name: str, device: torch.device = HOST) -> torch.Tensor:
+        """Read one tensor to a device, in Hugging Face's layout. Treat it as read-only.
 
-        A tensor of a safetensors file is a view of the mapped file: its pages are read when used.
+        On the host, a tensor of a safetensors file is a view of the mapped file: its pages are read
+        when used. Values in MXFP4 are widened on the device.
         Raises: CheckpointError: there is no such tensor, or it can't be read.
         """
-        return self.source.tensor(self._known(name))
+        return self.source.tensor(self._known(name), device)
 
     def entry(self, name: str) -> TensorEntry | None:
         """Tell where a tensor's bytes lie as `tensor` gives them; None where they are computed.

@@ -20,6 +20,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueTy
 from gguf.gguf_reader import ReaderTensor
 
 from treadle.ir.errors import CheckpointError
+from treadle.runtime.safetensors_source import HOST
 
 
 @dataclass(frozen=True)
@@ -137,13 +138,13 @@ class GgufSource:
     def dtype(self, name: str) -> torch.dtype:
         return _PLAIN_DTYPES.get(self._tensors[name].tensor_type, torch.float32)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, device: torch.device = HOST) -> torch.Tensor:
         values = _dequantise(self._tensors[name])
         if self._family.permutes_rows and ".self_attn.q_proj." in name:
-            return _restore_row_order(values, self.config["num_attention_heads"])
-        if self._family.permutes_rows and ".self_attn.k_proj." in name:
-            return _restore_row_order(values, self.config["num_key_value_heads"])
-        return values
+            values = _restore_row_order(values, self.config["num_attention_heads"])
+        elif self._family.permutes_rows and ".self_attn.k_proj." in name:
+            values = _restore_row_order(values, self.config["num_key_value_heads"])
+        return values.to(device)
 
     def entry(self, name: str) -> None:
         """A file's tensors are dequantised, transposed or joined on the way: none is as it lies."""

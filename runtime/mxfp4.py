@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from treadle.ir.errors import CheckpointError
-from treadle.runtime.safetensors_source import SafetensorsSource, TensorEntry
+from treadle.runtime.safetensors_source import HOST, SafetensorsSource, TensorEntry
 
 BLOCK_BYTES = 16  # 32 numbers
 EXPONENT_BIAS = 127
@@ -42,8 +42,12 @@ def widen(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     pairs = torch.stack((numbers[codes & 15], numbers[codes >> 4]), dim=-1)  # [256, 2]
     factors = torch.exp2(codes.double() - EXPONENT_BIAS).to(torch.bfloat16)  # [256], all exact
     factors[NAN_EXPONENT] = torch.nan
-    wide = pairs[blocks.int()].flatten(-2)  # [.., G, 32]
-    return wide.mul_(factors[scales.int()][..., None]).flatten(-2)
+    # Both numbers of a byte are looked up as one word: of all ways the fastest on a CPU.
+    words = pairs.view(torch.int32).flatten().to(blocks.device)  # [256]
+    found = words.index_select(0, blocks.flatten().int()).view(torch.bfloat16)
+    factor = factors.to(scales.device).index_select(0, scales.flatten().int())
+    wide = found.view(-1, 2 * BLOCK_BYTES).mul_(factor[:, None])  # [.. G, 32]
+    return wide.view(*scales.shape[:-1], -1)
 
 
 class Mxfp4Source:
@@ -77,17 +81,18 @@ class Mxfp4Source:
     def dtype(self, name: str) -> torch.dtype:
         return torch.bfloat16 if name in self._packed else self._stored.dtype(name)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, device: torch.device = HOST) -> torch.Tensor:
         if name not in self._packed:
-            return self._stored.tensor(name)
+            return self._stored.tensor(name, device)
         blocks, scales = (self._stored.tensor(name + suffix) for suffix in (_BLOCKS, _SCALES))
-        wide = torch.empty(blocks.shape[:-2] + self.shape(name)[-2:-1], dtype=torch.bfloat16)
+        shape = (*scales.shape[:-1], 2 * BLOCK_BYTES * scales.shape[-1])
+        wide = torch.empty(shape, dtype=torch.bfloat16, device=device)
         # Expert by expert: what is computed on the way takes several times the room.
         by_expert = (each.view(-1, *each.shape[-k:]) for each, k in ((wide, 2), (blocks, 3)))
         for out, own_blocks, own_scales in zip(
             *by_expert, scales.view(-1, *scales.shape[-2:]), strict=True
         ):
-            out.copy_(widen(own_blocks, own_scales))
+            out.copy_(widen(own_blocks.to(device), own_scales.to(device)))
         return wide.mT
 
     def entry(self, name: str) -> TensorEntry | None:

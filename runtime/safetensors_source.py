@@ -26,6 +26,8 @@ _LFS_POINTER = b"version https://git-lfs"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _DOWNLOAD_AGAIN = "Download the file again, or copy it again: the copy at hand is incomplete."
 
+HOST = torch.device("cpu")
+
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -92,16 +94,17 @@ class SafetensorsSource:
     def dtype(self, name: str) -> torch.dtype:
         return self._entries[name].dtype
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, device: torch.device = HOST) -> torch.Tensor:
         file = self._entries[name].file
         try:
             if file not in self._open_files:
                 self._open_files[file] = safe_open(file, framework="pt", device="cpu")
-            return self._open_files[file].get_tensor(name)
+            tensor: torch.Tensor = self._open_files[file].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"`{name}` in {file} can't be read: {error}.", remedy=_DOWNLOAD_AGAIN
             ) from error
+        return tensor.to(device)
 
     def entry(self, name: str) -> TensorEntry:
         return self._entries[name]

@@ -70,7 +70,7 @@ class Uploader:
         coming = self._coming.popleft()
         assert coming.name == name, f"`{name}` was asked for, `{coming.name}` is the next"
         if coming.tensor is None:
-            return self._checkpoint.tensor(name).to(self._device)
+            return self._checkpoint.tensor(name, self._device)
         self._coming_bytes -= coming.tensor.nbytes
         for block in coming.blocks:
             arrival = block.result()
