@@ -142,11 +142,18 @@ def test_langchain_reads_calls_whole_and_streamed(server: LiveServer) -> None:
 
 
 def test_langchain_sends_the_results_of_calls_back(server: LiveServer) -> None:
-    model = langchain_model(server).bind_tools([TOOL], tool_choice="auto", strict=True)
+    model = langchain_model(server)
     from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
+
+    def get_w(city: str) -> str:
+        """Tell the weather."""
+        return city
+
+    model = model.bind_tools([get_w], tool_choice="auto", strict=True)
 
     asked = [SystemMessage("Be brief."), HumanMessage("hi")]
     called = model.invoke(asked)
+    assert server.engine.seen[-1][1].structure_after == "<tool_call>"
     result = ToolMessage("Sunny.", tool_call_id=called.tool_calls[0]["id"])
     assert model.invoke([*asked, called, result]).content == "I look."
     prompt = bytes(token for token in server.engine.seen[-1][0] if token < 256).decode()

@@ -136,6 +136,21 @@ def test_29_a_clients_id_is_echoed_and_never_used_inside(server: LiveServer) -> 
     assert server.is_idle()
 
 
+def test_29_an_id_can_be_used_again_right_after_its_request_was_given_up(start_fake: Any) -> None:
+    server = start_fake(step_s=0.01)
+    headers = {"X-Request-Id": "again", "Content-Type": "application/json"}
+    body = b'{"prompt": "hi", "max_tokens": 20, "stream": true, "seed": 5}'
+    first = server.connect()
+    first.request("POST", "/v1/completions", body, headers)
+    assert first.getresponse().read(10)
+    first.close()
+    events = server.request("POST", "/v1/completions", body, headers).events()
+    assert events[-1] == "[DONE]"
+    text = "".join(event["choices"][0]["text"] for event in events[:-1])
+    assert len(text) == 20
+    server.wait_for(server.is_idle)
+
+
 def test_29_without_an_id_one_is_made(server: LiveServer) -> None:
     first, second = server.get("/version"), server.get("/version", **{"X-Request-Id": ""})
     assert first.headers["x-request-id"] != second.headers["x-request-id"]
