@@ -1036,7 +1036,8 @@ def _attention(
     _expect(q.shape[-1] == width, "attention", f"q of width {width}", q)
     if cache.kv_format and (params.window or params.soft_cap or sinks):
         raise SpecError(
-            f"No kernel attends to a {cache.kv_format} cache with a window, a soft cap or sinks.",
+            "No kernel attends with a window, a soft cap or sinks to a cache in "
+            f"{cache.kv_format}.",
             remedy="Leave --kv-dtype out for this model.",
         )
     if k is not None or v is not None:
