@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,7 +18,10 @@ from tests.checkpoints import edit_json, load_oracle, make_family
 from tests.models.families import FamilyTests, assert_logits, prompts_of
 from tests.runtime.serving import compile_tiny
 from treadle.ir.errors import SpecError
+from treadle.ir.pipeline import run_passes
+from treadle.ir.text import parse_graph, print_graph
 from treadle.models.config import from_hf
+from treadle.models.registry import build_graph
 
 YARN = {
     "rope_type": "yarn",
@@ -34,6 +39,19 @@ SIZES = {
     "head_dim": 16,
     "rope_parameters": YARN,
 }
+# As its authors published it, without `quantization_config`, which an opened checkpoint leaves out.
+GPT_OSS_20B = """{"architectures": ["GptOssForCausalLM"], "attention_bias": true,
+ "attention_dropout": 0.0, "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64,
+ "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+ "initializer_range": 0.02, "intermediate_size": 2880, "max_position_embeddings": 131072,
+ "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+ "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
+ "output_router_logits": false, "pad_token_id": 199999, "rms_norm_eps": 1e-05,
+ "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+ "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": false},
+ "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+ "tie_word_embeddings": false, "transformers_version": "4.55.0.dev0", "use_cache": true,
+ "vocab_size": 201088}"""
 REQUIRED = {
     "architectures": ["GptOssForCausalLM"],
     "vocab_size": 320,
@@ -75,6 +93,17 @@ def test_an_absent_key_means_what_it_means_to_transformers() -> None:
     assert experts is not None
     assert (experts.num_experts, experts.top_k) == (theirs.num_local_experts, 4)
     assert (experts.gate_limit, experts.gate_sharpness) == (theirs.swiglu_limit, 1.702)
+
+
+def test_the_published_config_has_no_key_that_nobody_reads() -> None:
+    config = from_hf(json.loads(GPT_OSS_20B))
+    assert config.unknown_keys == () and config.experts is not None
+    assert (config.experts.num_experts, config.experts.top_k) == (32, 4)
+    assert [config.window_of(layer) for layer in (0, 1, 23)] == [128, 0, 0]
+    graph = build_graph(replace(config, num_layers=2), step="decode", dtype="bf16", page_size=64)
+    for joined in (False, True):
+        fused, _ = run_passes(graph, few_tokens=False, joined=joined)
+        assert parse_graph(print_graph(fused)) == fused
 
 
 @pytest.mark.parametrize(
