@@ -483,9 +483,14 @@ class GraphBuilder:
         num_heads: int,
         value_dim: int,
         scale: float,
+        whole_from: int = 0,
         name: str = "",
     ) -> Value:
-        """Attend to all latents of a cache, whose first `value_dim` features are the values."""
+        """Attend to all latents of a cache, whose first `value_dim` features are the values.
+
+        Prompts of `whole_from` tokens or more that begin in this step are left to
+        `prompt_attention`, if it is not 0.
+        """
         step = self._step
         return self.apply(
             "latent_attention",
@@ -500,7 +505,47 @@ class GraphBuilder:
             num_heads=num_heads,
             value_dim=value_dim,
             scale=scale,
+            whole_from=whole_from if self.step == "mixed" else 0,
         )[0]
+
+    def prompt_attention(
+        self,
+        q: Value,
+        latent: Value,
+        up: Value,
+        latents: Value,
+        y: Value,
+        *,
+        num_heads: int,
+        nope_dim: int,
+        value_dim: int,
+        scale: float,
+        whole_from: int,
+    ) -> None:
+        """Overwrite the rows of `y` that are of prompts which begin in this step.
+
+        They attend to keys and values that the weight `up` makes of the step's own `latent`. A
+        decode step has no prompts: nothing is added to it.
+        """
+        if self.step == "decode":
+            return
+        step = self._step
+        self.apply(
+            "prompt_attention",
+            q,
+            self.linear(latent, up, name="own_kv"),
+            latents,
+            self._state["block_table"],
+            self.seq_rows,
+            step["query_start"],
+            step["context_lens"],
+            y,
+            num_heads=num_heads,
+            nope_dim=nope_dim,
+            value_dim=value_dim,
+            scale=scale,
+            whole_from=whole_from,
+        )
 
     def last_rows(self, x: Value, *, name: str = "") -> Value:
         """Keep the rows whose logits are wanted: the last token of each sequence."""

@@ -269,8 +269,8 @@ def _latent_members(graph: Graph, write: Op) -> tuple[list[Op], str | None]:
     strangers = [op.name for op in parts if op not in members]
     if strangers:
         return [], f"parts of the split are read by {', '.join(strangers)} too"
-    if any(graph.single_use(name) is not write for name in write.inputs[:2]):
-        return [], "the latent or the key is read elsewhere too"
+    if graph.single_use(rope_k.outputs[0]) is not write:
+        return [], "the key is read elsewhere too"
     if rope_k not in parts or rope_q.inputs[1:] != rope_k.inputs[1:]:
         return [], "q and the key are not rotated alike"
     return members, obstacle(graph, members)

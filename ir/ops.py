@@ -344,12 +344,29 @@ class HeadLinearParams:
 class LatentAttentionParams:
     """Heads of the queries; `scale` multiplies the scores.
 
-    The first `value_dim` features of a latent are its value, all of them its key.
+    The first `value_dim` features of a latent are its value, all of them its key. With `whole_from`
+    n > 0 sequences whose tokens, n or more, are all of this step are left out.
     """
 
     num_heads: int
     value_dim: int
     scale: float
+    whole_from: int = _rare(0)
+
+
+@dataclass(frozen=True)
+class PromptAttentionParams:
+    """Heads; of a head's q `nope_dim` features are not rotated; `value_dim` are of its value.
+
+    `scale` multiplies the scores. Sequences whose tokens, `whole_from` or more, are all of this
+    step are served.
+    """
+
+    num_heads: int
+    nope_dim: int
+    value_dim: int
+    scale: float
+    whole_from: int
 
 
 @dataclass(frozen=True)
@@ -1113,6 +1130,12 @@ def _latent_write(
     return ()
 
 
+def _expect_prompts(kind: str, whole_from: int, least: int) -> None:
+    # A sequence of one token is decoded, be it its first.
+    if whole_from == 1 or whole_from < least:
+        raise SpecError(f"`{kind}` tells prompts by 2 tokens or more; found {whole_from}.")
+
+
 def _expect_latents(kind: str, latents: TensorType) -> None:
     is_one = latents.layout == "latent" and latents.size(1) == 1
     _expect(is_one, kind, "a paged cache of latents", latents)
@@ -1121,6 +1144,8 @@ def _expect_latents(kind: str, latents: TensorType) -> None:
 def _latent_attention_flops(
     params: LatentAttentionParams, inputs: Types, _outputs: Types, dims: Dims
 ) -> int:
+    if params.whole_from:
+        return 0
     width = inputs[2].size(3) + params.value_dim
     return 2 * dims["T"] * params.num_heads * width * dims["C"]
 
@@ -1156,10 +1181,12 @@ def _latent_attention(
     """Attend causally from each token to the latents of its row, which all heads share.
 
     Formula: y[t, h] = softmax(scale * (q[t, h] @ C.T + q_rope[t, h, -r:] @ K.T) + causal mask) @ C,
-    where a row of the cache is a row of C, the latents, and one of K, the keys' rotated part
+    where a row of the cache is a row of C, the latents, and one of K, the keys' rotated part; 0 for
+    sequences that are left out
     Shapes: q [T, H*R]; q_rope [T, H*D], of whose heads the last r features count; latents
     latent[P, 1, S, R+r], R = value_dim; y [T, H*R]. A step's own tokens are in the cache already.
-    Cost: counted for B sequences of context C.
+    Cost: counted for B sequences of context C; where some are left out operations are not counted,
+    for it may be all of them.
     Source: DeepSeek-AI, DeepSeek-V2, 2024: latent attention with the projections up absorbed.
     """
     kind = "latent_attention"
@@ -1174,11 +1201,80 @@ def _latent_attention(
     width = params.num_heads * params.value_dim
     rope_dim = latents.size(3) - params.value_dim
     _expect(rope_dim > 0, kind, f"latents of more than {params.value_dim} features", latents)
+    _expect_prompts(kind, params.whole_from, least=0)
     _expect(q.shape[-1] == width, kind, f"q of width {width}", q)
     heads = params.num_heads
     is_whole = q_rope.size(-1) % heads == 0 and q_rope.size(-1) // heads >= rope_dim
     _expect(is_whole, kind, f"{heads} heads of at least {rope_dim} features", q_rope)
     return (q,)
+
+
+def _prompt_attention_flops(
+    params: PromptAttentionParams, inputs: Types, _outputs: Types, dims: Dims
+) -> int:
+    features = inputs[0].size(-1) + params.num_heads * params.value_dim
+    return 2 * dims["T"] * features * dims["C"]
+
+
+def _prompt_attention_bytes(
+    params: PromptAttentionParams, inputs: Types, _outputs: Types, dims: Dims
+) -> int:
+    q, kv, latents, *_, y = inputs
+    rope_dim = q.size(-1) // params.num_heads - params.nope_dim
+    rotated = TensorType((d.T, rope_dim), latents.dtype).num_bytes(dims)
+    return q.num_bytes(dims) + kv.num_bytes(dims) + rotated + y.num_bytes(dims)
+
+
+@_define(
+    "prompt_attention",
+    PromptAttentionParams,
+    "q kv latents block_table seq_rows query_start context_lens y",
+    "",
+    "anchor",
+    flops=_prompt_attention_flops,
+    bytes_=_prompt_attention_bytes,
+    mutates="y",
+)
+def _prompt_attention(
+    params: PromptAttentionParams,
+    q: TensorType,
+    kv: TensorType,
+    latents: TensorType,
+    block_table: TensorType,
+    seq_rows: TensorType,
+    query_start: TensorType,
+    context_lens: TensorType,
+    y: TensorType,
+) -> Types:
+    """Attend causally within the prompts that begin in this step, to keys and values projected up.
+
+    Formula: y[t, h] = softmax(scale * q[t, h] @ (k[h], K).T + causal mask) @ v[h], where k and v
+    are the parts of kv, K the rotated part of the keys; for tokens of sequences that are whole,
+    whole_from tokens or more; other rows of y stay
+    Shapes: q [T, H*(n+r)], n = nope_dim; kv [T, H*(n+v)], v = value_dim; latents latent[P, 1, S,
+    R+r], whose last r features are read; y [T, H*v].
+    Cost: counted as if all tokens were of whole prompts, with C keys for each.
+    Source: DeepSeek-AI, DeepSeek-V2, 2024: latent attention as it is described.
+    """
+    kind, heads = "prompt_attention", params.num_heads
+    _expect_step(
+        kind,
+        block_table=block_table,
+        seq_rows=seq_rows,
+        query_start=query_start,
+        context_lens=context_lens,
+    )
+    _expect_latents(kind, latents)
+    _expect_prompts(kind, params.whole_from, least=2)
+    key_dim = q.size(-1) // heads
+    fits = q.size(-1) % heads == 0 and params.nope_dim < key_dim
+    _expect(fits, kind, f"q of {heads} heads of more than {params.nope_dim}", q)
+    _expect(key_dim - params.nope_dim < latents.size(3), kind, "a rotated part in it", latents)
+    own = q.with_shape(q.shape[0], heads * (params.nope_dim + params.value_dim))
+    _expect(kv == own, kind, f"kv of type {own}", kv)
+    out = q.with_shape(q.shape[0], heads * params.value_dim)
+    _expect(y == out, kind, f"y of type {out}", y)
+    return ()
 
 
 @_define("gather_rows", NoParams, "x index", "y", "row")

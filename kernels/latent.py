@@ -119,6 +119,7 @@ def lower_latent_attention(op: Op, graph: Graph, where: Situation) -> Iterator[C
     }
     element_bytes = DTYPE_BYTES[cache.dtype]
     if where.step != "decode":
+        shape |= {"WHOLE_FROM": params.whole_from}
         arguments |= {"query_start": f"value:{query_start}", "num_tokens": "size:T"}
         name = "latent_attention_prefill"
         for schedule in _prefill_schedules(element_bytes, where.machine):
@@ -206,6 +207,55 @@ def _prefill_schedules(element_bytes: int, machine: str) -> Iterator[Schedule]:
         }
 
 
+def lower_prompt_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    """Lower attention within prompts that begin in the step."""
+    q, kv, latents, block_table, seq_rows, query_start, context_lens, y = op.inputs
+    params, cache = op.params, graph.type_of(latents)
+    rope_dim = graph.type_of(q).size(-1) // params.num_heads - params.nope_dim
+    shape: dict[str, Fact] = {
+        "NUM_HEADS": params.num_heads,
+        "NOPE_DIM": params.nope_dim,
+        "ROPE_DIM": rope_dim,
+        "VALUE_DIM": params.value_dim,
+        "LATENT_DIM": cache.size(3) - rope_dim,
+        "WHOLE_FROM": params.whole_from,
+        "PAGE_SIZE": cache.size(2),
+        "SCALE": params.scale,
+    }
+    arguments = {
+        "q": f"value:{q}",
+        "kv": f"value:{kv}",
+        "latents": f"latents:{latents}",
+        "block_table": f"value:{block_table}",
+        "seq_rows": f"value:{seq_rows}",
+        "query_start": f"value:{query_start}",
+        "context_lens": f"value:{context_lens}",
+        "out": f"value:{y}",
+        "num_tokens": "size:T",
+        "num_seqs": "size:B",
+    }
+    for schedule in _prompt_schedules(DTYPE_BYTES[cache.dtype], where.machine):
+        yield Candidate("prompt_attention", "latent_attention_prompts", shape, schedule, arguments)
+
+
+def _prompt_schedules(element_bytes: int, machine: str) -> Iterator[Schedule]:
+    """Yield schedules of attention within prompts: those that don't spill first."""
+    shapes = [(128, 32, 8, 2), (64, 32, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2)]
+    if machine == INTERPRETER:
+        shapes = [(64, 64, 4, 1)]
+    elif element_bytes == 4:
+        shapes = [(32, 16, 4, 1)]
+    elif machine == "sm_90":  # wgmma keeps operands in shared memory: wider tiles fit registers
+        shapes = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 3), (128, 32, 8, 2)]
+    for block_queries, block_tokens, warps, stages in shapes:
+        yield {
+            "BLOCK_QUERIES": block_queries,
+            "BLOCK_TOKENS": block_tokens,
+            "num_warps": warps,
+            "num_stages": stages,
+        }
+
+
 # --- the append -----------------------------------------------------------------------------------
 
 
@@ -253,6 +303,7 @@ def lower_latent_write(op: Op, graph: Graph, where: Situation) -> Iterator[Candi
         "LATENT_DIM": latent_dim,
         "ROTARY_DIM": rotary_dim,
         "INTERLEAVED": q_params.interleaved,
+        "STORE_LATENT": norm.outputs[0] in op.outputs,
         "PAGE_SIZE": graph.type_of(write.inputs[-1]).size(2),
         "EPS": norm.params.eps,
         "OFFSET": norm.params.offset,
@@ -269,6 +320,7 @@ def lower_latent_write(op: Op, graph: Graph, where: Situation) -> Iterator[Candi
         "block_table": f"value:{block_table}",
         "latents": f"latents:{latents}",
         "q": f"value:{rope_q.outputs[0]}",
+        "latent": f"value:{norm.outputs[0]}" if shape["STORE_LATENT"] else "none:",
         "num_tokens": "size:T",
     }
     for schedule in _write_schedules(int(shape["NUM_HEADS"]), where.machine):

@@ -22,6 +22,7 @@ from treadle.kernels.latent import (
     lower_head_linear,
     lower_latent_attention,
     lower_latent_write,
+    lower_prompt_attention,
 )
 from treadle.kernels.schedule import (
     INTERPRETER,
@@ -1037,6 +1038,7 @@ _LOWERINGS: dict[str, Callable[[Op, Graph, Situation], Iterator[Candidate]]] = {
     "head_linear": lower_head_linear,
     "latent_attention": lower_latent_attention,
     "latent_write": lower_latent_write,
+    "prompt_attention": lower_prompt_attention,
     "rms_norm": _lower_norm,
     "layer_norm": _lower_layer_norm,
     "section_norm": _lower_section_norm,

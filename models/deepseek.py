@@ -1,8 +1,8 @@
 """The DeepSeek family, V2 and V3: latent attention, and mixtures of experts with shared ones.
 
 Keys and values of all heads are projections of one latent per token, which is what the cache holds.
-They are never made: the projection to the keys is moved to the queries, that to the values behind
-the attention. The first layers keep a plain feed-forward.
+They are made for prompts that begin in a step alone; elsewhere the projection to the keys is moved
+to the queries, that to the values behind the attention. The first layers keep a plain feed-forward.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from treadle.models.latent import LatentConfig
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 NAMES = ExpertNames(shared="mlp.shared_experts")
+WHOLE_FROM = 32  # tokens of a prompt from which keys and values of its own cost less than latents
 LATENT_EPS = 1e-6  # of the latents' norms, whatever the config says of the others
 
 
@@ -68,6 +69,7 @@ def _attention(layer: Layer, x: Value, table: Value) -> Value:
         num_heads=heads,
         value_dim=sizes.kv_rank,
         scale=config.attention_scale,
+        whole_from=WHOLE_FROM,
         name="attended_latent",
     )
     attended = b.head_linear(
@@ -77,6 +79,18 @@ def _attention(layer: Layer, x: Value, table: Value) -> Value:
         first=sizes.nope_dim,
         rows=sizes.value_dim,
         name="attended",
+    )
+    b.prompt_attention(
+        q,
+        latent,
+        up,
+        latents,
+        attended,
+        num_heads=heads,
+        nope_dim=sizes.nope_dim,
+        value_dim=sizes.value_dim,
+        scale=config.attention_scale,
+        whole_from=WHOLE_FROM,
     )
     return layer.project(attended, "o", {"self_attn.o_proj": config.hidden_size}, bias=False)
 

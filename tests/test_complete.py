@@ -112,6 +112,7 @@ HOW = {
     "latent_write": "split",
     "layer_norm": "alone",
     "linear": "alone",
+    "prompt_attention": "alone",
     "resolve_tokens": "alone",
     "rms_begin": "add",
     "rms_finish": "linear",

@@ -2,8 +2,10 @@
 
 All heads share a sequence's latents, so a tile of them serves a block of rows that are heads of
 tokens, in the order of both: many heads of few tokens, or a head of many. The latents of this step
-are in the cache already. Programs find their sequence and rows on the device, so that one launch
-(and one CUDA graph) serves every way of cutting the tokens into sequences.
+are in the cache already. Sequences whose tokens, WHOLE_FROM or more, are all of this step get
+zeros, if WHOLE_FROM is not 0: another kernel serves them. Programs find their sequence and rows on
+the device, so that one launch (and one CUDA graph) serves every way of cutting the tokens into
+sequences.
 
 Shapes (H query heads, S tokens per page, P pages, R rows, M pages per row):
   q, out        [T, H * VALUE_DIM]: contiguous
@@ -33,6 +35,7 @@ SHAPE = dict(
     VALUE_DIM=512,
     ROPE_DIM=64,
     Q_DIM=192,
+    WHOLE_FROM=0,
     PAGE_SIZE=64,
     SCALE=0.07216878364870322,
 )
@@ -64,6 +67,7 @@ def latent_attention_prefill(
     VALUE_DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     Q_DIM: tl.constexpr,
+    WHOLE_FROM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -98,6 +102,9 @@ def latent_attention_prefill(
         return
     table_row = tl.load(seq_rows_ptr + seq)
     context = tl.where(table_row < 0, 0, tl.load(context_lens_ptr + seq))
+    if WHOLE_FROM > 0:
+        is_left_out = (context == num_queries) & (num_queries >= WHOLE_FROM)
+        context = tl.where(is_left_out, 0, context)
 
     rows = first_row + tl.arange(0, BLOCK_ROWS)  # [BLOCK_ROWS]
     dims = tl.arange(0, BLOCK_V)  # [BLOCK_V]

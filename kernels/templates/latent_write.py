@@ -17,6 +17,8 @@ Shapes (T tokens, H query heads, S tokens per page, P pages, R rows, M pages per
   block_table  i32[R, M]: page of positions m * S .. (m + 1) * S of a row; rows may be strided
   latents      [P, 1, S, LATENT_DIM + ROTARY_DIM]: contiguous
   q            [T, H * HEAD_DIM]: contiguous; queries, rotated, those of padding too
+  latent       [T, LATENT_DIM]: contiguous; normalised latents, those of padding too; unused (None
+               or any tensor) without STORE_LATENT
 
 Grid: (token, block of BLOCK_HEADS query heads, and one program more for the latent).
 Bound by moving q_in and kv in and out.
@@ -37,6 +39,7 @@ SHAPE = dict(
     LATENT_DIM=512,
     ROTARY_DIM=64,
     INTERLEAVED=True,
+    STORE_LATENT=False,
     PAGE_SIZE=64,
     EPS=1e-06,
     OFFSET=0.0,
@@ -74,6 +77,7 @@ def latent_write(
     block_table_ptr,
     latents_ptr,
     q_ptr,
+    latent_out_ptr,
     table_stride,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -85,6 +89,7 @@ def latent_write(
     LATENT_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    STORE_LATENT: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -141,6 +146,8 @@ def latent_write(
         latent = latent * scale * (weight + OFFSET)  # [BLOCK_L]
         latent = latent.to(latents_ptr.dtype.element_ty)  # [BLOCK_L]
         tl.store(slot_ptr + feature, latent, mask=feature < written)
+        if STORE_LATENT:
+            tl.store(latent_out_ptr + token * LATENT_DIM + feature, latent, mask=is_latent)
         key_a = tl.load(latent_ptr + LATENT_DIM + first, mask=inside, other=0.0).to(tl.float32)
         key_b = tl.load(latent_ptr + LATENT_DIM + second, mask=inside, other=0.0).to(tl.float32)
         rotated_a = (key_a * cos - key_b * sin).to(latents_ptr.dtype.element_ty)  # [BLOCK_HALF]
@@ -160,6 +167,7 @@ def launch(
     block_table: torch.Tensor,
     latents: torch.Tensor,
     q: torch.Tensor,
+    latent: torch.Tensor | None,
     num_tokens: int,
 ) -> None:
     """Write the first `num_tokens` tokens: rotated queries to `q`, latents to the cache."""
@@ -176,6 +184,7 @@ def launch(
         block_table,
         latents,
         q,
+        latent,
         block_table.stride(0),
         **SHAPE,
         **SCHEDULE,

@@ -38,6 +38,7 @@ class LatentInputs:
     q: torch.Tensor  # [T, H * R]
     q_rope: torch.Tensor  # [T, H * (NOPE_DIM + r)]
     value_dim: int
+    whole_from: int = 0
 
     @property
     def shape(self) -> dict[str, int | float]:
@@ -77,7 +78,8 @@ class LatentInputs:
     def prefill(self, num_tokens: int | None = None, **schedule: Any) -> torch.Tensor:
         """Launch the prefill template; `num_tokens` may exceed the real number."""
         paged = self.paged
-        template = load_template("latent_attention_prefill", shape=self.shape, schedule=schedule)
+        shape = {**self.shape, "WHOLE_FROM": self.whole_from}
+        template = load_template("latent_attention_prefill", shape=shape, schedule=schedule)
         out = torch.full_like(self.q, POISON)
         num_tokens = paged.num_tokens if num_tokens is None else num_tokens
         rows = (paged.block_table, paged.seq_rows, paged.query_start, paged.context_lens)
@@ -97,6 +99,7 @@ class LatentInputs:
             num_heads=paged.q.shape[1],
             value_dim=self.value_dim,
             scale=paged.scale,
+            whole_from=self.whole_from,
         )
 
 
@@ -268,6 +271,126 @@ def test_prefill_of_random_batches(device: str, rng_seed: int) -> None:
         assert_same(inputs.prefill(BLOCK_ROWS=32, BLOCK_TOKENS=32), inputs.reference())
 
 
+@pytest.mark.parametrize("block_rows", [16, 64])
+def test_prefill_leaves_out_whole_prompts_that_are_long_enough(
+    block_rows: int, device: str, rng_seed: int
+) -> None:
+    # Whole and long, whole and short, behind a context, padding, a first token alone.
+    inputs = draw([(20, 20), (7, 7), (20, 33), (9, 0), (1, 1)], SMALL_MODEL, device, rng_seed)
+    inputs = dataclasses.replace(inputs, whole_from=8)
+    out = inputs.prefill(BLOCK_ROWS=block_rows, BLOCK_TOKENS=32)
+    assert torch.count_nonzero(out[:20]) == 0
+    assert torch.count_nonzero(out[20:27]) == out[20:27].numel()
+    assert_same(out, inputs.reference())
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptInputs:
+    """Paged latents whose last features are keys' rotated part; each head's own keys and values."""
+
+    paged: PagedInputs  # its queries are those of heads of nope_dim + r features
+    kv: torch.Tensor  # [T, H * (nope_dim + v)]
+    nope_dim: int
+    value_dim: int
+    whole_from: int
+
+    def attend(self, **schedule: Any) -> torch.Tensor:
+        """Launch the template on an output of sevens."""
+        _, num_heads, key_dim = self.paged.q.shape
+        rope_dim = key_dim - self.nope_dim
+        shape = {
+            "NUM_HEADS": num_heads,
+            "NOPE_DIM": self.nope_dim,
+            "ROPE_DIM": rope_dim,
+            "VALUE_DIM": self.value_dim,
+            "LATENT_DIM": self.paged.k_cache.shape[-1] - rope_dim,
+            "WHOLE_FROM": self.whole_from,
+            "PAGE_SIZE": self.paged.k_cache.shape[2],
+            "SCALE": self.paged.scale,
+        }
+        template = load_template("latent_attention_prompts", shape=shape, schedule=schedule)
+        out = self.sevens()
+        template.launch(*self.operands(), out, self.paged.num_tokens, self.paged.num_seqs)
+        return out
+
+    def reference(self) -> torch.Tensor:
+        out = self.sevens()
+        reference.prompt_attention(
+            *self.operands(),
+            out,
+            num_heads=self.paged.q.shape[1],
+            nope_dim=self.nope_dim,
+            value_dim=self.value_dim,
+            scale=self.paged.scale,
+            whole_from=self.whole_from,
+        )
+        return out
+
+    def operands(self) -> tuple[torch.Tensor, ...]:
+        paged = self.paged
+        rows = (paged.block_table, paged.seq_rows, paged.query_start, paged.context_lens)
+        return paged.q.flatten(1), self.kv, paged.k_cache, *rows
+
+    def sevens(self) -> torch.Tensor:
+        num_tokens, num_heads, _ = self.paged.q.shape
+        return self.kv.new_full((num_tokens, num_heads * self.value_dim), 7.0)
+
+
+def draw_prompts(
+    sequences: Sequence[tuple[int, int]],
+    sizes: tuple[int, int, int, int, int],
+    device: str,
+    seed: int,
+    **options: Any,
+) -> PromptInputs:
+    """Build inputs of (query tokens, context) sequences of a model (H, nope_dim, r, v, S)."""
+    num_heads, nope_dim, rope_dim, value_dim, page_size = sizes
+    model = (num_heads, 1, nope_dim + rope_dim, page_size)
+    paged = draw_inputs(sequences, model, device, seed, **options)
+    generator = torch.Generator().manual_seed(seed)
+    width = num_heads * (nope_dim + value_dim)
+    kv = torch.randn(len(paged.q), width, generator=generator).to(paged.q.dtype).to(device)
+    return PromptInputs(paged, kv, nope_dim, value_dim, whole_from=4)
+
+
+def test_the_reference_of_prompts_attends_as_the_formula_says(rng_seed: int) -> None:
+    inputs = draw_prompts([(5, 5), (3, 3), (6, 9)], (2, 6, 4, 10, 4), "cpu", rng_seed)
+    out, paged = inputs.reference(), inputs.paged
+    assert bool((out[5:] == 7.0).all())
+    pages = paged.block_table[int(paged.seq_rows[0])].long()
+    rotated = paged.k_cache[pages, 0].flatten(0, 1)[:5, -4:].double()  # [C, r]
+    kv = inputs.kv[:5].double().unflatten(-1, (2, 16))
+    for head in range(2):
+        keys = torch.cat((kv[:, head, :6], rotated), dim=-1)
+        scores = paged.q[:5, head].double() @ keys.T * paged.scale
+        scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+        expected = (scores.softmax(-1) @ kv[:, head, 6:]).to(out.dtype)
+        found = out[:5].unflatten(-1, (2, 10))[:, head]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 16, 16, 16, 16), (3, 24, 8, 40, 8), (1, 12, 24, 20, 24), (4, 64, 32, 64, 64)],
+)
+def test_whole_prompts_attend_to_their_own_keys_and_values(
+    sizes: tuple[int, int, int, int, int], device: str, rng_seed: int
+) -> None:
+    # Whole, around tiles; too short; behind a context; padding; single tokens.
+    sequences = [(33, 33), (3, 3), (4, 4), (16, 31), (5, 0), (1, 1), (65, 65), (1, 20)]
+    inputs = draw_prompts(sequences, sizes, device, rng_seed)
+    assert_same(inputs.attend(BLOCK_QUERIES=32, BLOCK_TOKENS=32), inputs.reference())
+
+
+def test_whole_prompts_in_half_precision(device: str, rng_seed: int) -> None:
+    options = {"dtype": torch.float16}
+    inputs = draw_prompts([(70, 70), (1, 9)], (2, 32, 16, 32, 64), device, rng_seed, **options)
+    assert_same(inputs.attend(BLOCK_QUERIES=64, BLOCK_TOKENS=64), inputs.reference())
+
+
 # --- products of each head ------------------------------------------------------------------------
 
 
@@ -337,8 +460,9 @@ def test_latent_write_normalises_rotates_and_appends(
     expected = latents.clone()
     rotation = {"positions": positions, "cos_sin": cos_sin, "interleaved": interleaved}
     expected_q = reference.rope(q_in, head_dim=head_dim, start=start, **rotation)  # type: ignore[arg-type]
+    normed = reference.rms_norm(kv[:, :latent_dim], weight, eps=1e-3, offset=0.5)
     reference.latent_write(
-        reference.rms_norm(kv[:, :latent_dim], weight, eps=1e-3, offset=0.5),
+        normed,
         reference.rope(kv[:, latent_dim:], head_dim=rotary, **rotation),  # type: ignore[arg-type]
         positions,
         token_seq,
@@ -356,6 +480,7 @@ def test_latent_write_normalises_rotates_and_appends(
         "LATENT_DIM": latent_dim,
         "ROTARY_DIM": rotary,
         "INTERLEAVED": interleaved,
+        "STORE_LATENT": True,
         "PAGE_SIZE": page_size,
         "EPS": 1e-3,
         "OFFSET": 0.5,
@@ -367,7 +492,9 @@ def test_latent_write_normalises_rotates_and_appends(
     template = load_template("latent_write", shape=shape, schedule={"BLOCK_HEADS": 2})
     q = torch.full((5, q_width), POISON, device=device)
     rows = (token_seq, seq_rows, block_table)
-    template.launch(q_in, kv, weight, positions, cos_sin, *rows, latents, q, 5)
+    latent = torch.full((5, latent_dim), POISON, device=device)
+    template.launch(q_in, kv, weight, positions, cos_sin, *rows, latents, q, latent, 5)
     torch.testing.assert_close(q, expected_q, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(latent, normed, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(latents, expected, atol=1e-5, rtol=1e-5, equal_nan=True)
     assert int((~latents.isnan()).all(-1).sum()) == 4  # the token of padding wrote nothing

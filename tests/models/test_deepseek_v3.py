@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
-from tests.models.families import FamilyTests
+from tests.models.families import FamilyTests, assert_greedy, prompts_of
 from tests.models.test_deepseek_v2 import EXPERTS, LATENT
+from tests.runtime.serving import compile_tiny
 
 
 class TestDeepseekV3(FamilyTests):
@@ -38,3 +40,11 @@ class TestDeepseekV3(FamilyTests):
             },
         },
     }
+
+    def test_a_prompt_goes_on_from_keys_of_its_own_to_latents(
+        self, tmp_path: Path, rng_seed: int
+    ) -> None:
+        """Chunks of 48 tokens: the first makes keys and values, the second reads latents alone."""
+        model = self.make(tmp_path / "model", "groups", rng_seed)
+        artifact = compile_tiny(model, tmp_path / "artifact", max_rows=3, max_step_tokens=48)
+        assert_greedy(artifact, self.oracle(model), prompts_of(rng_seed, 70, 36, 2), 8)

@@ -3,7 +3,8 @@ heads share.
 
 Covers:
   attended_latent: bf16[T, 8192] = latent_attention(q_latent, q_rope, kv, block_table, seq_rows,
-    query_start, context_lens; num_heads=16, value_dim=512, scale=0.07216878364870322)
+    query_start, context_lens; num_heads=16, value_dim=512, scale=0.07216878364870322,
+    whole_from=32)
 
 Must move 0 bytes and 34,816 per token; must compute 0 operations per token.
 Keys and values come on top: their bytes and operations per context token.
@@ -20,6 +21,7 @@ SHAPE = dict(
     VALUE_DIM=512,
     ROPE_DIM=64,
     Q_DIM=192,
+    WHOLE_FROM=32,
     PAGE_SIZE=64,
     SCALE=0.07216878364870322,
 )
@@ -72,6 +74,7 @@ def latent_attention_prefill(
     VALUE_DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     Q_DIM: tl.constexpr,
+    WHOLE_FROM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -106,6 +109,9 @@ def latent_attention_prefill(
         return
     table_row = tl.load(seq_rows_ptr + seq)
     context = tl.where(table_row < 0, 0, tl.load(context_lens_ptr + seq))
+    if WHOLE_FROM > 0:
+        is_left_out = (context == num_queries) & (num_queries >= WHOLE_FROM)
+        context = tl.where(is_left_out, 0, context)
 
     rows = first_row + tl.arange(0, BLOCK_ROWS)  # [BLOCK_ROWS]
     dims = tl.arange(0, BLOCK_V)  # [BLOCK_V]

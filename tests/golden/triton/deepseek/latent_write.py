@@ -29,6 +29,7 @@ SHAPE = dict(
     LATENT_DIM=512,
     ROTARY_DIM=64,
     INTERLEAVED=True,
+    STORE_LATENT=False,
     PAGE_SIZE=64,
     EPS=1e-06,
     OFFSET=0.0,
@@ -66,6 +67,7 @@ def latent_write(
     block_table_ptr,
     latents_ptr,
     q_ptr,
+    latent_out_ptr,
     table_stride,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -77,6 +79,7 @@ def latent_write(
     LATENT_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    STORE_LATENT: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -133,6 +136,8 @@ def latent_write(
         latent = latent * scale * (weight + OFFSET)  # [BLOCK_L]
         latent = latent.to(latents_ptr.dtype.element_ty)  # [BLOCK_L]
         tl.store(slot_ptr + feature, latent, mask=feature < written)
+        if STORE_LATENT:
+            tl.store(latent_out_ptr + token * LATENT_DIM + feature, latent, mask=is_latent)
         key_a = tl.load(latent_ptr + LATENT_DIM + first, mask=inside, other=0.0).to(tl.float32)
         key_b = tl.load(latent_ptr + LATENT_DIM + second, mask=inside, other=0.0).to(tl.float32)
         rotated_a = (key_a * cos - key_b * sin).to(latents_ptr.dtype.element_ty)  # [BLOCK_HALF]
@@ -152,6 +157,7 @@ def launch(
     block_table: torch.Tensor,
     latents: torch.Tensor,
     q: torch.Tensor,
+    latent: torch.Tensor | None,
     num_tokens: int,
 ) -> None:
     """Write the first `num_tokens` tokens: rotated queries to `q`, latents to the cache."""
@@ -168,6 +174,7 @@ def launch(
         block_table,
         latents,
         q,
+        latent,
         block_table.stride(0),
         **SHAPE,
         **SCHEDULE,
