@@ -78,7 +78,9 @@ def _head_linear_schedules(
         tile_bytes = (block_m + block_n) * block_k * element_bytes
         stages = max(1, min(stages, shared_room_bytes(machine) // tile_bytes))
         for use_pdl in pdl_choices(machine):
-            yield _product(block_m, block_n, block_k, warps, stages) | {"USE_PDL": use_pdl}
+            schedule = _product(block_m, block_n, block_k, warps, stages)
+            for prefetch in (True, False) if use_pdl and rows <= 32 else (False,):
+                yield schedule | {"USE_PDL": use_pdl, "PREFETCH": prefetch}
 
 
 def _product(block_m: int, block_n: int, block_k: int, warps: int, stages: int) -> Schedule:
@@ -87,6 +89,7 @@ def _product(block_m: int, block_n: int, block_k: int, warps: int, stages: int) 
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
         "USE_PDL": False,
+        "PREFETCH": False,
         "num_warps": warps,
         "num_stages": stages,
     }

@@ -9,7 +9,8 @@ Shapes (T tokens, H heads, K columns of the weight):
   y  [T, H * ROWS], TRANSPOSED [T, H * K]: contiguous
 
 Grid: (block of BLOCK_N features of a head, head, block of BLOCK_M tokens).
-Bound by reading w once for few tokens, by moving x and y for many.
+Bound by reading w once for few tokens, by moving x and y for many. With USE_PDL and PREFETCH a
+program asks for its part of w before it waits for x.
 """
 
 import torch
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 
 from treadle.kernels.templates.parts.masks import below
+from treadle.kernels.templates.parts.prefetch import prefetch_tiles
 
 SHAPE = dict(
     NUM_HEADS=16,
@@ -27,7 +29,15 @@ SHAPE = dict(
     K=512,
     TRANSPOSED=True,
 )
-SCHEDULE = dict(BLOCK_M=16, BLOCK_N=128, BLOCK_K=64, USE_PDL=False, num_warps=4, num_stages=3)
+SCHEDULE = dict(
+    BLOCK_M=16,
+    BLOCK_N=128,
+    BLOCK_K=64,
+    USE_PDL=False,
+    PREFETCH=False,
+    num_warps=4,
+    num_stages=3,
+)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -47,6 +57,7 @@ def head_linear(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     USE_PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     # Grid: axis 0 = block of features, axis 1 = head, axis 2 = block of tokens.
     NUM_INPUTS: tl.constexpr = ROWS if TRANSPOSED else K
@@ -60,6 +71,15 @@ def head_linear(
     x_offsets = token.to(tl.int64)[:, None] * (NUM_HEADS * X_DIM) + lane[None, :]
     x_ptrs = x_ptr + head * X_DIM + x_offsets  # [BLOCK_M, BLOCK_K]
     w_ptr += (head * WEIGHT_ROWS + FIRST).to(tl.int64) * K
+    if USE_PDL and PREFETCH:
+        # Weights depend on nothing: they are on their way before the wait for the producer of x.
+        first_feature = tl.program_id(0) * BLOCK_N
+        BLOCK_ROWS: tl.constexpr = triton.next_power_of_2(ROWS)
+        if TRANSPOSED:
+            prefetch_tiles(w_ptr, 0, first_feature, K, ROWS, K, BLOCK_ROWS, BLOCK_N, 1)
+        else:
+            COLUMNS: tl.constexpr = triton.next_power_of_2(K)
+            prefetch_tiles(w_ptr, first_feature, 0, K, ROWS, K, BLOCK_N, COLUMNS, 1)
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -6,7 +6,8 @@ Covers:
 
 Must move 2,097,152 bytes and 22,528 per token; must compute 2,097,152 operations per token.
 
-Schedule: BLOCK_M=16, BLOCK_N=64, BLOCK_K=128, USE_PDL=True, num_warps=4, num_stages=2
+Schedule: BLOCK_M=16, BLOCK_N=64, BLOCK_K=128, USE_PDL=True, PREFETCH=True, num_warps=4,
+  num_stages=2
 """
 
 import torch
@@ -14,7 +15,15 @@ import triton
 import triton.language as tl
 
 SHAPE = dict(NUM_HEADS=16, X_DIM=192, WEIGHT_ROWS=256, FIRST=0, ROWS=128, K=512, TRANSPOSED=True)
-SCHEDULE = dict(BLOCK_M=16, BLOCK_N=64, BLOCK_K=128, USE_PDL=True, num_warps=4, num_stages=2)
+SCHEDULE = dict(
+    BLOCK_M=16,
+    BLOCK_N=64,
+    BLOCK_K=128,
+    USE_PDL=True,
+    PREFETCH=True,
+    num_warps=4,
+    num_stages=2,
+)
 
 
 @triton.jit
@@ -24,6 +33,39 @@ def below(index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
         return index == index
     else:
         return index < SIZE
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask for the lines that hold these addresses to be brought into L2. NVIDIA GPUs only."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def prefetch_tiles(
+    w_ptr,
+    first_row,
+    first,
+    stop,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PREFETCH_TILES: tl.constexpr,
+):
+    """Ask for the first tiles of a part of w, a line of 128 bytes at a time."""
+    LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
+    NUM_LINES: tl.constexpr = PREFETCH_TILES * BLOCK_K // LINE if BLOCK_K > LINE else PREFETCH_TILES
+    row = tl.minimum(first_row + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)  # [BLOCK_N]
+    k = tl.minimum(first + tl.arange(0, NUM_LINES) * LINE, stop - 1)  # [NUM_LINES]
+    prefetch(w_ptr + row[:, None] * K + k[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -43,6 +85,7 @@ def head_linear(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     USE_PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     # Grid: axis 0 = block of features, axis 1 = head, axis 2 = block of tokens.
     NUM_INPUTS: tl.constexpr = ROWS if TRANSPOSED else K
@@ -56,6 +99,15 @@ def head_linear(
     x_offsets = token.to(tl.int64)[:, None] * (NUM_HEADS * X_DIM) + lane[None, :]
     x_ptrs = x_ptr + head * X_DIM + x_offsets  # [BLOCK_M, BLOCK_K]
     w_ptr += (head * WEIGHT_ROWS + FIRST).to(tl.int64) * K
+    if USE_PDL and PREFETCH:
+        # Weights depend on nothing: they are on their way before the wait for the producer of x.
+        first_feature = tl.program_id(0) * BLOCK_N
+        BLOCK_ROWS: tl.constexpr = triton.next_power_of_2(ROWS)
+        if TRANSPOSED:
+            prefetch_tiles(w_ptr, 0, first_feature, K, ROWS, K, BLOCK_ROWS, BLOCK_N, 1)
+        else:
+            COLUMNS: tl.constexpr = triton.next_power_of_2(K)
+            prefetch_tiles(w_ptr, first_feature, 0, K, ROWS, K, BLOCK_N, COLUMNS, 1)
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
