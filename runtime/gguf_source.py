@@ -111,6 +111,12 @@ _ONLY_NEUTRAL: dict[str, object] = {
     "use_parallel_residual": False,
 }
 
+# Projections whose rows some converters interleave, and the key that counts their heads.
+_HEADS_OF = {
+    ".self_attn.q_proj.": "num_attention_heads",
+    ".self_attn.k_proj.": "num_key_value_heads",
+}
+
 
 class GgufSource:
     """Give the tensors of a GGUF file by Hugging Face names, dequantised when asked for.
@@ -140,10 +146,16 @@ class GgufSource:
 
     def tensor(self, name: str, device: torch.device = HOST) -> torch.Tensor:
         values = _dequantise(self._tensors[name])
-        if self._family.permutes_rows and ".self_attn.q_proj." in name:
-            values = _restore_row_order(values, self.config["num_attention_heads"])
-        elif self._family.permutes_rows and ".self_attn.k_proj." in name:
-            values = _restore_row_order(values, self.config["num_key_value_heads"])
+        for projection, heads in _HEADS_OF.items():
+            if self._family.permutes_rows and projection in name:
+                num_heads = self.config[heads]
+                if 0 in values.shape or values.shape[0] % (2 * num_heads):
+                    raise CheckpointError(
+                        f"`{name}` of {self._file} has the shape {list(values.shape)}; expected "
+                        f"the rows of {num_heads} heads, an even number each.",
+                        remedy="Download the file again, or convert the model again.",
+                    )
+                values = _restore_row_order(values, num_heads)
         return values.to(device)
 
     def entry(self, name: str) -> None:

@@ -30,7 +30,7 @@ BUCKETS: dict[str, tuple[int, ...]] = {
     "decode": (8, 64, 256),
     "decode.few.joined": (GEMV_ROWS,),
     "decode.joined": (8,),
-    "decode.split_norms": (8, 64, 256),
+    "decode.split_norms": (8, 256),
     "mixed": (16, 512, 2048),
 }
 # Target and architecture, and what the compute dtype of a model there is.
@@ -124,14 +124,14 @@ def refusal(text: str, bucket: int = 8) -> str:
 def test_the_launch_arguments_of_a_candidate_are_the_parameters_of_its_module(
     form: str, target: str, config: str
 ) -> None:
-    seen: set[str] = set()
+    # What `launch` takes depends on the template and on the extra tensors, not on the schedule.
+    known: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for op, _, candidates in lowered(form, target, config):
         for candidate in candidates:
-            text = candidate.emit()
-            if text in seen:
-                continue
-            seen.add(text)
-            parameters = launch_parameters(text)
+            key = (candidate.template, candidate.operands)
+            if key not in known:
+                known[key] = launch_parameters(candidate.emit())
+            parameters = known[key]
             assert set(candidate.arguments) == set(parameters), (op.name, candidate.template)
             # Programs bind tensors once and append the sizes at every launch.
             is_size = [candidate.arguments[name].startswith("size:") for name in parameters]

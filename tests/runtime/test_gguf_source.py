@@ -392,6 +392,14 @@ def test_a_file_with_any_bit_of_its_header_flipped_opens_or_is_refused(
     assert refused > 30
 
 
+def test_a_projection_whose_rows_are_not_those_of_its_heads_is_refused(tmp_path: Path) -> None:
+    _, whole = make_pair(tmp_path)
+    whole.source.config["num_attention_heads"] = 3
+    name = next(name for name in whole.names() if ".self_attn.q_proj." in name)
+    with pytest.raises(CheckpointError, match=rf"{name}.*expected the rows of 3 heads"):
+        whole.tensor(name)
+
+
 def test_text_in_the_metadata_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     _, whole = make_pair(tmp_path, gguf_options={"metadata": {"general.name": "tiny model"}})
     bent = tmp_path / "bent.gguf"

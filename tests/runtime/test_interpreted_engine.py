@@ -36,7 +36,13 @@ def test_logits_are_within_a_thousandth_of_transformers(
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("variant", ["plain", "biased", "ratio 3, head 24"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "plain",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("biased", "ratio 3, head 24")),
+    ],
+)
 def test_interpreted_tokens_are_those_of_transformers(
     tmp_path: Path, rng_seed: int, variant: str
 ) -> None:
