@@ -1,4 +1,4 @@
-"""Latent attention → kernels: its append, its two attentions, and the products of each head.
+"""Latent attention → kernels: its append, its attentions, and the products of each head.
 
 The part of lowering that knows latents, with the schedules of their templates. Called by
 `lower.py`.

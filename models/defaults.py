@@ -371,7 +371,8 @@ DEFAULTS: dict[str, Defaults] = {
         4096,
         bos_token_id=0,
         eos_token_id=1,
-        remark="biases of attention are refused; layers that draft tokens are left out",
+        remark="biases of attention, and weights in FP8, as V3 was published, are refused; layers "
+        "that draft tokens are left out",
     ),
 }
 BIAS_KEYS: tuple[str, ...] = tuple(
