@@ -635,6 +635,7 @@ def new_model_command() -> None:
 @click.option(
     "--kernels-only", is_flag=True, help="Leave out the comparison of layers with transformers."
 )
+@click.option("--kv-dtype", default="", help="How the KV cache is stored: auto, int8, int4 or fp8.")
 @target_option
 @progress_option
 @json_option

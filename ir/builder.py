@@ -418,8 +418,18 @@ class GraphBuilder:
         # A prompt attends to its own step's keys and values as they were computed.
         own = (k, v) if self.kv_format and self.step == "mixed" else ()
         step, table = self._step, self._state["block_table"]
+        # A page is quantised when a step fills it.
+        filled = (step["query_start"], step["context_lens"]) if self.kv_format else ()
         self.apply(
-            "kv_write", k, v, step["positions"], step["token_seq"], self.seq_rows, table, pages
+            "kv_write",
+            k,
+            v,
+            step["positions"],
+            step["token_seq"],
+            self.seq_rows,
+            table,
+            pages,
+            *filled,
         )
         return self.apply(
             "attention",

@@ -220,7 +220,7 @@ def fuse_rope_attention(graph: Graph) -> Result:
             refusals.append(Refusal(rule, attention.name, "no kernel ropes its q and appends"))
             continue
         *_, write = append.body
-        positions, token_seq, *rows, appended = write.inputs[2:]
+        positions, token_seq, *rows, appended = write.inputs[2:7]
         block_table, seq_rows, query_start, context_lens = attention.inputs[2:6]
         steps = [graph.producers.get(n) for n in (positions, token_seq, query_start, context_lens)]
         reason = obstacle(graph, [append, attention])

@@ -952,7 +952,7 @@ def _expect_step(kind: str, **operands: TensorType) -> None:
 
 
 def _kv_write_bytes(_params: Any, inputs: Types, _outputs: Types, dims: Dims) -> int:
-    appended = _cached_token_bytes(inputs[-1]) * dims["T"]
+    appended = _cached_token_bytes(inputs[6]) * dims["T"]
     return inputs[0].num_bytes(dims) + inputs[1].num_bytes(dims) + appended
 
 
@@ -963,7 +963,7 @@ def _cached_token_bytes(cache: TensorType) -> int:
 @_define(
     "kv_write",
     NoParams,
-    f"k v {_STEP} cache",
+    f"k v {_STEP} cache query_start+context_lens?",
     "",
     "anchor",
     bytes_=_kv_write_bytes,
@@ -978,12 +978,15 @@ def _kv_write(
     seq_rows: TensorType,
     block_table: TensorType,
     cache: TensorType,
+    query_start: TensorType | None = None,
+    context_lens: TensorType | None = None,
 ) -> Types:
     """Append the step's keys and values to the pages of their rows.
 
     Shapes: k, v [T, G*D]; cache kv[P, G, S, D]. Position p of row r lies in page
     block_table[r, p // S], slot p % S. Tokens of a padding sequence (row -1) write nothing.
-    Numerics: a quantised cache (docs/kv-cache.md) takes codes and a scale per token and head.
+    Numerics: a quantised cache (docs/kv-cache.md) takes a page's codes when the page is full; it
+    needs query_start and context_lens to know the pages that the step fills.
     """
     _expect_step(
         "kv_write",
@@ -993,6 +996,11 @@ def _kv_write(
         block_table=block_table,
     )
     _expect(cache.layout == "kv", "kv_write", "a paged cache", cache)
+    if query_start is not None and context_lens is not None:
+        _expect_step("kv_write", query_start=query_start, context_lens=context_lens)
+    elif cache.kv_format:
+        expected = "query_start and context_lens with a quantised cache"
+        _expect(False, "kv_write", expected, cache)
     width = cache.size(1) * cache.size(3)
     _expect(k == v and k.shape[-1] == width, "kv_write", f"k and v of width {width}", k, v)
     return ()

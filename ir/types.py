@@ -10,9 +10,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from treadle.ir.dims import Dim, bind, parse_dim
+from treadle.ir.dims import Dim, R, bind, parse_dim
 from treadle.ir.errors import ShapeError
-from treadle.ir.kv_cache import HEAD_DIM_MULTIPLE, KV_FORMATS, PLANES
+from treadle.ir.kv_cache import (
+    HEAD_DIM_MULTIPLE,
+    KV_FORMATS,
+    OPEN_DTYPE,
+    PAGE_MULTIPLE,
+    PLANES,
+)
 
 DTYPE_BYTES: dict[str, int] = {
     "f32": 4,
@@ -61,6 +67,11 @@ class TensorType:
                 f"A {self.dtype} cache holds heads of whole {HEAD_DIM_MULTIPLE} elements; found "
                 f"{self.size(3)}."
             )
+        if self.kv_format and self.size(2) % PAGE_MULTIPLE:
+            raise ShapeError(
+                f"A {self.dtype} cache has pages of whole {PAGE_MULTIPLE} tokens; found "
+                f"{self.size(2)}."
+            )
 
     def __str__(self) -> str:
         prefix = f"{self.layout}." if self.layout else ""
@@ -85,22 +96,36 @@ class TensorType:
         """The format of a quantised cache, one of `KV_FORMATS`; empty for every other tensor."""
         return self.dtype if self.dtype in KV_FORMATS else ""
 
-    def stored_shape(self, dims: Mapping[str, int]) -> tuple[int, ...]:
-        """Give the shape of the tensor in memory, for a cache of K's or V's: bytes if quantised."""
-        if not self.kv_format:
-            return self.bound_shape(dims)
-        pages, heads, page_size, head_dim = self.bound_shape(dims)
-        return pages, heads, KV_FORMATS[self.dtype].block_bytes(page_size, head_dim)
+    def stored_parts(self, dims: Mapping[str, int]) -> dict[str, TensorType]:
+        """Give the tensors that a cache lies in: its `PLANES`, and of a quantised one more.
 
-    @property
-    def stored_dtype(self) -> str:
-        """The dtype of the tensor in memory."""
-        return "u8" if self.kv_format else self.dtype
+        Keys and values are bytes then, a block for each full page and head; `open_keys` and
+        `open_values` hold the page of each row that is not full yet.
+        """
+        if not self.kv_format:
+            plane = TensorType(self.bound_shape(dims), self.dtype)
+            return dict.fromkeys(PLANES[self.layout], plane)
+        pages, heads, page_size, head_dim = self.bound_shape(dims)
+        form = KV_FORMATS[self.dtype]
+        open_pages = TensorType((bind(R, dims), page_size, heads, head_dim), OPEN_DTYPE)
+        return {
+            "keys": TensorType((pages, heads, form.key_block_bytes(page_size, head_dim)), "u8"),
+            "values": TensorType((pages, heads, form.value_block_bytes(page_size, head_dim)), "u8"),
+            "open_keys": open_pages,
+            "open_values": open_pages,
+        }
 
     def num_bytes(self, dims: Mapping[str, int]) -> int:
-        """Give the size in bytes in a step with these `dims` (all planes of a cache together)."""
-        planes = PLANES.get(self.layout, 1)
-        return planes * math.prod(self.stored_shape(dims)) * DTYPE_BYTES[self.stored_dtype]
+        """Give the size in bytes in a step with these `dims`; of a cache that of its pages."""
+        if not self.layout:
+            return math.prod(self.bound_shape(dims)) * DTYPE_BYTES[self.dtype]
+        parts = self.stored_parts({"R": 1, **dims})
+        return sum(parts[plane].num_bytes({}) for plane in PLANES[self.layout])
+
+    def open_bytes(self, dims: Mapping[str, int]) -> int:
+        """Give the bytes of the pages that a quantised cache keeps open, one a row; else 0."""
+        parts = self.stored_parts({"P": 1, **dims}) if self.kv_format else {}
+        return sum(part.num_bytes({}) for name, part in parts.items() if "open" in name)
 
     def with_shape(self, *shape: Dim) -> TensorType:
         """Give the same dtype with another shape."""

@@ -27,8 +27,8 @@ class Candidate:
     """One way to compute an op.
 
     `arguments` give each parameter of `launch`: `value:NAME` (a tensor by its graph name, weights
-    with `@`), `keys:CACHE`, `values:CACHE`, `latents:CACHE`, `scratch:NAME`, `none:`, `size:T` or
-    `size:B`.
+    with `@`), `keys:CACHE`, `values:CACHE`, `latents:CACHE`, `open_keys:CACHE`,
+    `open_values:CACHE`, `scratch:NAME`, `none:`, `size:T` or `size:B`.
     """
 
     name: str

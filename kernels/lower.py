@@ -423,7 +423,7 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
             ("q", "block_table", "seq_rows", "context_lens", "out"),
             (q, block_table, seq_rows, context_lens, op.outputs[0]),
         ),
-        **_cache(cache),
+        **_cache(cache, kv_format),
         "num_seqs": "size:B",
     }
     where = _within_window(where, op, graph)
@@ -669,8 +669,10 @@ def _values(parameters: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     return {p: f"value:{name}" for p, name in zip(parameters, names, strict=True)}
 
 
-def _cache(name: str) -> dict[str, str]:
-    return {"k_cache": f"keys:{name}", "v_cache": f"values:{name}"}
+def _cache(name: str, kv_format: str = "") -> dict[str, str]:
+    pages = {"k_cache": f"keys:{name}", "v_cache": f"values:{name}"}
+    open_pages = {"k_open": f"open_keys:{name}", "v_open": f"open_values:{name}"}
+    return pages | (open_pages if kv_format else {})
 
 
 # --- row ops ------------------------------------------------------------------------------------
@@ -737,7 +739,7 @@ def _read_append(name: str, body: Sequence[Op]) -> _Append:
             "(`pair_rope_halves`).",
         )
     _, positions, table = rope_q.inputs
-    _, _, _, token_seq, seq_rows, block_table, cache = write.inputs
+    _, _, _, token_seq, seq_rows, block_table, cache, *_ = write.inputs
     return _Append(
         split.inputs[0],
         rope_q.outputs[0],
@@ -770,12 +772,15 @@ def _lower_kv_write(op: Op, graph: Graph, where: Situation) -> Iterator[Candidat
                 roped.q,
             ),
         ),
-        **_cache(roped.cache),
+        **_cache(roped.cache, graph.type_of(roped.cache).kv_format),
         "num_tokens": "size:T",
     }
     shape, template = roped.shape(graph), "rope_kv_write"
     if graph.type_of(roped.cache).kv_format:
         template = "rope_kv_write_quantised"
+        query_start, context_lens = op.plain[-1].inputs[7:]
+        arguments |= _values(("query_start", "context_lens"), (query_start, context_lens))
+        arguments["num_seqs"] = "size:B"
         has_own = roped.k in op.outputs
         shape = {**shape, "STORE_OWN": has_own}
         own = _values(("k", "v"), (roped.k, roped.v)) if has_own else {"k": "none:", "v": "none:"}

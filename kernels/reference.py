@@ -7,7 +7,7 @@ Called by the CPU executor and by the tests of every kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from treadle.ir import errors
 from treadle.ir.ops import ADJUST_ALLOWED, ADJUST_BIASES, ADJUST_COUNTS, WORD_BITS
-from treadle.kernels.kv_pages import Plane
+from treadle.kernels.kv_pages import QuantisedCache
 
 # What `sample` gives a sequence that wants no token in this step.
 NO_TOKEN = -1
@@ -33,6 +33,8 @@ _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _PHILOX_ROUNDS = 10
 _MASK32 = 0xFFFFFFFF
+
+OpenPages = tuple[torch.Tensor, torch.Tensor]  # keys and values f16[R, S, G, D]
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -652,19 +654,30 @@ def kv_write(
     block_table: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    query_start: torch.Tensor | None = None,
+    context_lens: torch.Tensor | None = None,
     *,
     kv_format: str = "",
+    open_pages: OpenPages | None = None,
     plan: StepPlan | None = None,
 ) -> None:
     """Store each token's key and value in the page that its row owns for that position; in place.
 
     Shapes: k, v [T, G * D], positions, token_seq i32[T], seq_rows i32[B], block_table i32[R, M],
-      k_cache, v_cache [P, G, S, D], or u8[P, G, block bytes] in a `kv_format` (see `kv_pages`).
+      k_cache, v_cache [P, G, S, D]; in a `kv_format` u8[P, G, block bytes], with the rows' open
+      pages f16[R, S, G, D], query_start i32[B + 1] and context_lens i32[B] (see `kv_pages`).
       Tokens of a padding sequence (row -1) write nothing. `plan` saves time only.
     """
-    num_kv_heads = k_cache.shape[1]
-    planes = _planes(k_cache, v_cache, kv_format, k.shape[-1] // num_kv_heads)
-    page_size = planes[0].page_size if planes else k_cache.shape[2]
+    if kv_format:
+        assert open_pages is not None and query_start is not None and context_lens is not None
+        cache = QuantisedCache(kv_format, k_cache, v_cache, *open_pages)
+        head_dim = open_pages[0].shape[-1]
+        keys, values = (x.unflatten(-1, (-1, head_dim)) for x in (k, v))  # [T, G, D] each
+        for row, start, stop, context in _sequences(seq_rows, query_start, context_lens):
+            own = slice(start, stop)
+            cache.append(row, block_table[row], keys[own], values[own], context - (stop - start))
+        return
+    num_kv_heads, page_size = k_cache.shape[1:3]
     if plan is None:
         slots, live_tokens = _plan_write(
             positions, token_seq, seq_rows, block_table, num_kv_heads, page_size
@@ -672,22 +685,20 @@ def kv_write(
     else:
         _check_plan(plan, num_kv_heads, page_size)
         slots, live_tokens = plan.write_slots, plan.live_tokens
-    for plane, new in zip(planes, (k, v), strict=False):
-        live = new if live_tokens is None else new.index_select(0, live_tokens)  # [N, G * D]
-        plane.write(slots, live.reshape(-1, plane.head_dim))
-    if planes:
-        return
     write_slots(k, k_cache, slots, live_tokens)
     write_slots(v, v_cache, slots, live_tokens)
 
 
-def _planes(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, kv_format: str, head_dim: int
-) -> tuple[Plane, ...]:
-    """Give keys and values of a quantised cache; none of one that isn't."""
-    if not kv_format:
-        return ()
-    return Plane(k_cache, kv_format, head_dim, False), Plane(v_cache, kv_format, head_dim, True)
+def _sequences(
+    seq_rows: torch.Tensor, query_start: torch.Tensor, context_lens: torch.Tensor
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield row, first token, the token after the last, and context of a step's live sequences."""
+    starts = query_start.tolist()
+    for seq, (row, context) in enumerate(
+        zip(seq_rows.tolist(), context_lens.tolist(), strict=True)
+    ):
+        if row >= 0 and context > 0 and starts[seq] < starts[seq + 1]:
+            yield row, starts[seq], starts[seq + 1], context
 
 
 def write_slots(
@@ -723,6 +734,7 @@ def attention(
     window: int = 0,
     soft_cap: float = 0.0,
     kv_format: str = "",
+    open_pages: OpenPages | None = None,
     plan: StepPlan | None = None,
 ) -> torch.Tensor:
     """Attend causally over the pages of each token's own sequence.
@@ -732,20 +744,25 @@ def attention(
       With a window W > 0 positions W and more before the token's own are left out; with a soft cap
       c > 0 a score s counts as c tanh(s / c). With sinks the softmax of head h has one more score,
       sinks[h], whose value is zero.
-    Shapes: q [T, H * D], k_cache, v_cache [P, G, S, D] or u8[P, G, block bytes] in a `kv_format`
-      (see `kv_pages`), block_table i32[R, M], seq_rows i32[B], query_start i32[B + 1], context_lens
-      i32[B], k, v [T, G * D], sinks [H] -> [T, H * D] in the dtype of q. Tokens of a padding
-      sequence (row -1 or context 0), and those after query_start[B], give 0. With k and v the
-      step's own tokens are taken from there, not from the cache. `plan` saves time only.
+    Shapes: q [T, H * D], k_cache, v_cache [P, G, S, D], block_table i32[R, M], seq_rows i32[B],
+      query_start i32[B + 1], context_lens i32[B], sinks [H] -> [T, H * D] in the dtype of q. In a
+      `kv_format` the caches are u8[P, G, block bytes] and the rows' open pages f16[R, S, G, D] (see
+      `kv_pages`); with k and v [T, G * D] the step's own tokens are taken from there. Tokens of a
+      padding sequence (row -1 or context 0), and those after query_start[B], give 0. `plan` saves
+      time only.
     Numerics: sums and softmax in fp32, rounded once at the end; bf16 inputs also round the softmax
       weights before they multiply v, like the kernels.
     """
-    if window or soft_cap or sinks is not None:
-        assert not kv_format, "the op's type rule refuses a window over a quantised cache"
-        step = (block_table, seq_rows, query_start, context_lens)
+    step = (block_table, seq_rows, query_start, context_lens)
+    is_limited = bool(window or soft_cap) or sinks is not None
+    if kv_format:
+        assert not is_limited, "the op's type rule refuses these over a quantised cache"
+        assert open_pages is not None, "a quantised cache has open pages"
+        cache = QuantisedCache(kv_format, k_cache, v_cache, *open_pages)
+        return _attend_quantised(q, cache, k, v, *step, scale)
+    if is_limited:
         return _attend_limited(q, k_cache, v_cache, *step, sinks, scale, window, soft_cap)
-    planes = _planes(k_cache, v_cache, kv_format, head_dim)
-    page_size = planes[0].page_size if planes else k_cache.shape[2]
+    page_size = k_cache.shape[2]
     if plan is None:
         no_tokens = query_start[:0]  # [0]: nothing is written here
         plan = plan_step(
@@ -761,15 +778,9 @@ def attention(
     _check_plan(plan, num_kv_heads, page_size)
     dtype = q.dtype if q.dtype == k_cache.dtype == torch.bfloat16 else torch.float32
 
-    def rows_of(cache: int, slots: torch.Tensor) -> torch.Tensor:
-        """Give the keys (0) or values (1) in these slots, [N, D]."""
-        if planes:
-            return planes[cache].read(slots)
-        return (k_cache, v_cache)[cache].view(-1, head_dim).index_select(0, slots).to(dtype)
-
-    def heads_of(own: torch.Tensor, tokens: slice | torch.Tensor) -> torch.Tensor:
-        """Give these tokens of a step's own keys or values, [G, N, D]."""
-        return own[tokens].to(dtype).unflatten(-1, (num_kv_heads, head_dim)).transpose(0, 1)
+    def rows_of(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Give the keys or values in these slots, [N, D]."""
+        return cache.view(-1, head_dim).index_select(0, slots).to(dtype)
 
     grouped = q.unflatten(-1, (num_kv_heads, num_heads // num_kv_heads, head_dim))  # [T, G, H/G, D]
     grouped = grouped.to(dtype)  # [T, G, H / G, D]
@@ -779,13 +790,8 @@ def attention(
     if plan.num_decode:
         if plan.decode_tokens is not None:
             chosen = plan.decode_tokens
-        keys = rows_of(0, plan.decode_slots)  # [B' * G * C, D]
-        values = rows_of(1, plan.decode_slots)  # [B' * G * C, D]
-        for own, cached in ((k, keys), (v, values)):
-            if own is not None:  # the last of each context is the token itself
-                contexts = cached.view(plan.num_decode, num_kv_heads, -1, head_dim)
-                newest = heads_of(own, chosen).transpose(0, 1)  # [B', G, D]
-                contexts[_newest(plan.decode_mask, contexts)] = newest.flatten(0, 1)
+        keys = rows_of(k_cache, plan.decode_slots)  # [B' * G * C, D]
+        values = rows_of(v_cache, plan.decode_slots)  # [B' * G * C, D]
         attended = _attend_decode(grouped[chosen], keys, values, plan.decode_mask, scale)
         decoded = attended.reshape(plan.num_decode, -1).to(q.dtype)  # [B', H * D]
         if plan.num_decode == q.shape[0]:
@@ -795,11 +801,8 @@ def attention(
         out[chosen] = decoded
     for start, stop, context, slots in plan.prefill:
         count = stop - start
-        keys = rows_of(0, slots).view(num_kv_heads, 1, context, head_dim)
-        values = rows_of(1, slots).view(num_kv_heads, 1, context, head_dim)
-        for own, cached in ((k, keys), (v, values)):
-            if own is not None:
-                cached[:, 0, context - count :] = heads_of(own, slice(start, stop))
+        keys = rows_of(k_cache, slots).view(num_kv_heads, 1, context, head_dim)
+        values = rows_of(v_cache, slots).view(num_kv_heads, 1, context, head_dim)
         query = grouped[start:stop].permute(1, 2, 0, 3)  # [G, H / G, T', D]
         group = (-1, query.shape[1], -1, -1)
         mask = None
@@ -812,6 +815,43 @@ def attention(
             values.expand(group),
             attn_mask=mask,
             is_causal=count == context,
+            scale=scale,
+        )  # [G, H / G, T', D]
+        out[start:stop] = attended.permute(2, 0, 1, 3).reshape(count, -1).to(q.dtype)
+    return out
+
+
+def _attend_quantised(
+    q: torch.Tensor,
+    cache: QuantisedCache,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    block_table: torch.Tensor,
+    seq_rows: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attend to a quantised cache, sequence by sequence; see `attention`."""
+    num_kv_heads, head_dim = cache.open_keys.shape[2:]
+    out = torch.zeros_like(q)  # [T, H * D]
+    for row, start, stop, context in _sequences(seq_rows, query_start, context_lens):
+        count = stop - start
+        both = cache.read(row, block_table[row], context)  # [G, C, D] each
+        for own, cached in zip((k, v), both, strict=True):
+            if own is not None:
+                heads = own[start:stop].float().unflatten(-1, (num_kv_heads, head_dim))
+                cached[:, context - count :] = heads.transpose(0, 1)
+        keys, values = (cached[:, None] for cached in both)  # [G, 1, C, D] each
+        query = q[start:stop].float().unflatten(-1, (num_kv_heads, -1, head_dim))
+        query = query.permute(1, 2, 0, 3)  # [G, H / G, T', D]
+        group = (-1, query.shape[1], -1, -1)
+        mask = torch.ones(count, context, dtype=torch.bool, device=q.device)  # [T', C]
+        attended = F.scaled_dot_product_attention(
+            query,
+            keys.expand(group),
+            values.expand(group),
+            attn_mask=mask.tril(context - count),
             scale=scale,
         )  # [G, H / G, T', D]
         out[start:stop] = attended.permute(2, 0, 1, 3).reshape(count, -1).to(q.dtype)
@@ -1010,20 +1050,6 @@ def _attend_limited(
         attended = weights.float() @ v.float()  # [G, H / G, T', D]
         out[start:stop] = attended.permute(2, 0, 1, 3).reshape(stop - start, -1).to(q.dtype)
     return out
-
-
-def _newest(
-    mask: torch.Tensor | None, contexts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Index the last token of each sequence and head in [B', G, C, D], in their order."""
-    num_seqs, num_kv_heads, longest, _ = contexts.shape
-    device = contexts.device
-    last = torch.full((num_seqs,), longest - 1, device=device)  # [B']
-    if mask is not None:
-        last = (mask[:, 0, 0] == 0).sum(-1) - 1  # [B']
-    seqs = torch.arange(num_seqs, device=device).repeat_interleave(num_kv_heads)  # [B' * G]
-    heads = torch.arange(num_kv_heads, device=device).repeat(num_seqs)  # [B' * G]
-    return seqs, heads, last[seqs]
 
 
 def _attend_decode(

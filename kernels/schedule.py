@@ -591,20 +591,19 @@ def attention_decode_quantised_schedules(
     num_kv_heads: int, page_size: int, kv_format: str, dims: Mapping[str, int], machine: str
 ) -> Iterator[Schedule]:
     """Yield schedules of decode attention with a quantised cache: small tiles, two warps, deep."""
+    within = page_size & -page_size  # a tile lies in a page
     if machine == INTERPRETER:
-        yield _quantised(_attention_decode(64, 2, 64, 4, 1), use_ptx=False)
+        yield _quantised(_attention_decode(min(64, within), 2, 64, 4, 1), use_ptx=False)
         return
     use_ptx = _unpacks_by_ptx(kv_format, machine)
     programs = dims["B"] * num_kv_heads
     longest = power_of_two(-(-dims["C"] // 128))
     splits = max(1, min(power_of_two(4 * NUM_MULTIPROCESSORS // programs), longest, 64))
-    # Values lie token by token in a page: a tile that spans pages can't be loaded by wide loads.
-    within = page_size & -page_size
     shapes = [(64, 2, 4), (64, 2, 3), (64, 4, 4), (64, 2, 5), (32, 1, 5), (32, 2, 5), (64, 1, 3)]
     shapes += [(128, 4, 3), (64, 4, 2)]
     fitting = [(tokens, warps, stages) for tokens, warps, stages in shapes if tokens <= within]
     if not fitting:
-        fitting = [(max(16, within), 1, 6), (max(16, within), 2, 4), (64, 4, 3)]
+        fitting = [(within, 1, 6), (within, 2, 4)]
     for index, (block_tokens, warps, stages) in enumerate(fitting):
         several = [splits, splits * 2, max(1, splits // 2)] if index < 3 else [splits]
         for number in dict.fromkeys(several):
@@ -646,13 +645,16 @@ def attention_prefill_quantised_schedules(
 ) -> Iterator[Schedule]:
     """Yield schedules of prefill attention with a quantised cache for what came before."""
     use_ptx = _unpacks_by_ptx(kv_format, machine)
+    within = page_size & -page_size  # a tile lies in a page
     if machine == INTERPRETER:
-        yield _quantised(_attention_prefill(64, 64, 4, 1, pack_heads=True), use_ptx=use_ptx)
+        tile = min(64, within)
+        yield _quantised(_attention_prefill(64, tile, 4, 1, pack_heads=True), use_ptx=use_ptx)
         return
     shapes = [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3), (128, 64, 8, 2)]
     if dims["T"] <= 64:
         shapes = [(64, 64, 4, 3), (16, 64, 4, 3), (32, 64, 4, 3)]
-    for block_rows, block_tokens, warps, stages in shapes:
+    for block_rows, most_tokens, warps, stages in shapes:
+        block_tokens = min(most_tokens, within)
         for pack_heads in (True, False):
             schedule = _attention_prefill(
                 block_rows, block_tokens, warps, stages, pack_heads=pack_heads

@@ -44,9 +44,11 @@ def launch_arguments(
         elif kind == "scratch":
             dtype, elements = scratch[name]
             found.append(str(TensorType((elements,), dtype)))
+        elif graph.types[name].layout:
+            found.append(str(graph.types[name].stored_parts(dims)[kind]))
         else:
             type_ = graph.types[name]
-            found.append(str(TensorType(type_.stored_shape(dims), type_.stored_dtype)))
+            found.append(str(TensorType(type_.bound_shape(dims), type_.dtype)))
     return tuple(found)
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from treadle.ir.errors import ConfigError
-from treadle.ir.kv_cache import KV_FORMATS
+from treadle.ir.kv_cache import KV_FORMATS, PAGE_MULTIPLE
 
 AUTOTUNE = ("off", "cached", "quick", "full")
 TARGETS = ("cuda", "interpret", "reference")
@@ -50,6 +50,11 @@ class EngineConfig:
         if self.page_size % 8 or not 8 <= self.page_size <= 1024:
             raise ConfigError(
                 f"--page-size is a multiple of 8 from 8 to 1024 tokens, not {self.page_size}."
+            )
+        if self.kv_format and self.page_size % PAGE_MULTIPLE:
+            raise ConfigError(
+                f"--page-size is a multiple of {PAGE_MULTIPLE} tokens with --kv-dtype "
+                f"{self.kv_format}, not {self.page_size}."
             )
         for name in ("max_rows", "max_step_tokens", "max_context_tokens"):
             if getattr(self, name) < 1:

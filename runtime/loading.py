@@ -33,7 +33,13 @@ from treadle.runtime.planner import PLAN, RESAMPLE, Plan, bucket_dims, read_plan
 from treadle.runtime.quick_steps import pack_weights
 from treadle.runtime.reference_program import ReferenceProgram
 from treadle.runtime.scheduler import Scheduler
-from treadle.runtime.state import DeviceState, allocate_state, cache_values, page_bytes
+from treadle.runtime.state import (
+    DeviceState,
+    allocate_state,
+    cache_values,
+    open_page_bytes,
+    page_bytes,
+)
 from treadle.runtime.tokenizer import Tokenizer
 from treadle.runtime.triton_program import TritonProgram, allocate_workspace, capture_decode
 from treadle.runtime.weights import load_weights
@@ -231,6 +237,7 @@ def load_model(
         eos_token_ids=tokenizer.eos_token_ids,
         max_waiting=options.max_waiting,
         max_in_flight=2 if config.target == "cuda" else 1,
+        quantises_pages=bool(config.kv_format),
     )
     summary = {
         "model": f"{manifest.model_name} ({manifest.model_architecture}, {config.dtype})",
@@ -277,9 +284,13 @@ def _describe_cache(state: DeviceState, config: EngineConfig) -> str:
     """Say what the pages hold and cost: dtype, bytes per token, pages, full windows."""
     num_pages = state.dims["P"]
     token_bytes = state.cache_bytes / (num_pages * config.page_size)
+    open_pages = ""
+    if state.open_bytes:
+        open_pages = f" and {state.open_bytes / 2**20:.0f} MiB for pages not yet full"
     return (
         f"{config.kv_format or config.dtype}, {token_bytes / 2**10:.1f} KiB a token, "
-        f"{state.cache_bytes / 2**20:.0f} MiB = {num_pages} pages of {config.page_size} tokens, "
+        f"{state.cache_bytes / 2**20:.0f} MiB = {num_pages} pages of {config.page_size} tokens"
+        f"{open_pages}, "
         f"{num_pages // config.pages_per_row} requests of the full window"
     )
 
@@ -329,7 +340,7 @@ def decide_pages(
         return min(pages, most)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        room = free - GPU_RESERVE_BYTES
+        room = free - GPU_RESERVE_BYTES - open_page_bytes(graph, config)
     else:
         room, total = CPU_POOL_BYTES, CPU_POOL_BYTES
     pages = room // each

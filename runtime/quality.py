@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,7 +17,12 @@ import torch.nn.functional as F
 
 from treadle.ir.graph import Graph, walk
 from treadle.ir.kv_cache import KV_FORMATS
-from treadle.kernels.kv_pages import dequantise, quantise
+from treadle.kernels.kv_pages import (
+    dequantise_keys,
+    dequantise_values,
+    quantise_keys,
+    quantise_values,
+)
 from treadle.runtime.reference_program import reference_call
 
 RoundTrip = Callable[[torch.Tensor], torch.Tensor]  # f32[G, C, D] -> the same, as it comes back
@@ -29,18 +34,29 @@ class Form:
     """Describe a way to store keys and values.
 
     `bits` are those per element at head size 128, scales and zeros included, of K and V together.
+    Tokens see the others of their own page as they were computed where pages of `page_tokens` are
+    stored when they are full; and so they always see the first `sink_tokens`.
     """
 
     name: str
     keys: RoundTrip
     values: RoundTrip
     bits: float
+    page_tokens: int = 0
+    sink_tokens: int = 0
 
 
-def _stored(rows: torch.Tensor, kv_format: str) -> torch.Tensor:
-    """Take rows f32[G, C, D] through a format of the cache."""
-    codes, words = quantise(rows.flatten(0, 1), kv_format)
-    return dequantise(codes, words, kv_format).view(rows.shape)
+def _by_page(rows: torch.Tensor, kv_format: str, *, are_keys: bool, tokens: int) -> torch.Tensor:
+    """Take the full pages of rows f32[G, C, D] through a format of the cache; others are open."""
+    full = rows.shape[1] // tokens * tokens
+    if not full:
+        return rows
+    pages = rows[:, :full].unflatten(1, (-1, tokens))  # [G, pages, tokens, D]
+    if are_keys:
+        found = dequantise_keys(quantise_keys(pages, kv_format), kv_format, rows.shape[-1])
+    else:
+        found = dequantise_values(quantise_values(pages, kv_format), kv_format, rows.shape[-1])
+    return torch.cat((found.flatten(1, 2), rows[:, full:]), dim=1)
 
 
 def _as_is(rows: torch.Tensor) -> torch.Tensor:
@@ -51,25 +67,15 @@ def _bf16(rows: torch.Tensor) -> torch.Tensor:
     return rows.bfloat16().float()
 
 
-def _even_steps(rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """Round to 16 even steps from the least to the largest along an axis; both ends in f16."""
-    least = rows.amin(dim, keepdim=True).half().float()
-    step = ((rows.amax(dim, keepdim=True) - least) / 15).half().float()
-    codes = ((rows - least) / step.masked_fill(step == 0, 1.0) + 0.5).floor().clamp(0, 15)
-    return codes * step + least
+def _by_token(rows: torch.Tensor, kv_format: str) -> torch.Tensor:
+    """Store each token with a scale of its own, int4 with a least value too, in f16."""
+    return dequantise_values(quantise_values(rows, kv_format), kv_format, rows.shape[-1])
 
 
 def _grouped(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """Store groups of features with a scale and a least value each."""
+    """Store groups of a token's features in int4, with a scale and a least value each."""
     size = min(size, rows.shape[-1])
-    return _even_steps(rows.unflatten(-1, (-1, size)), -1).flatten(-2)
-
-
-def _by_channel(rows: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Store each channel of a full page with a scale and a least value; the open page as it is."""
-    full = rows.shape[1] // tokens * tokens
-    pages = rows[:, :full].unflatten(1, (-1, tokens))  # [G, pages, tokens, D]
-    return torch.cat((_even_steps(pages, -2).flatten(1, 2), rows[:, full:]), dim=1)
+    return _by_token(rows.unflatten(-1, (-1, size)).flatten(1, 2), "int4").view(rows.shape)
 
 
 def hadamard(size: int) -> torch.Tensor:
@@ -85,46 +91,67 @@ def hadamard(size: int) -> torch.Tensor:
 
 
 def _rotated(rows: torch.Tensor) -> torch.Tensor:
+    """Store each token in int4 after a rotation that spreads outliers over its features."""
     rotation = hadamard(rows.shape[-1])
-    return _even_steps(rows @ rotation, -1) @ rotation.T
+    return _by_token(rows @ rotation, "int4") @ rotation.T
 
 
-def _bits(kv_format: str) -> float:
-    return 8 * KV_FORMATS[kv_format].block_bytes(1, 128) / 128
+def _page_bits(kv_format: str, tokens: int) -> float:
+    """Give the bits per element of a page at head size 128, of K and V together."""
+    form = KV_FORMATS[kv_format]
+    both = form.key_block_bytes(tokens, 128) + form.value_block_bytes(tokens, 128)
+    return 8 * both / (2 * tokens * 128)
 
 
-def _form(name: str, keys: RoundTrip, values: RoundTrip, key_bits: float) -> Form:
-    return Form(name, keys, values, (key_bits + _bits("int4")) / 2)
+def _paged(kv_format: str, tokens: int = PAGE_TOKENS) -> Form:
+    """Give the form in which the cache stores pages of so many tokens."""
+    return Form(
+        kv_format if tokens == PAGE_TOKENS else f"{kv_format}, pages of {tokens}",
+        partial(_by_page, kv_format=kv_format, are_keys=True, tokens=tokens),
+        partial(_by_page, kv_format=kv_format, are_keys=False, tokens=tokens),
+        _page_bits(kv_format, tokens),
+        tokens,
+    )
 
 
-_INT4: RoundTrip = partial(_stored, kv_format="int4")
+def _token_bits(kv_format: str) -> float:
+    form = KV_FORMATS[kv_format]
+    return form.code_bits + 8 * form.value_word_bytes / 128
+
+
+_INT4 = _paged("int4")
 FORMS: dict[str, Form] = {
     form.name: form
     for form in (
         Form("bf16", _bf16, _bf16, 16.0),
+        *map(_paged, KV_FORMATS),
+        *(_paged("int4", tokens) for tokens in (16, 32)),
+        replace(_INT4, name="int4, first 8 tokens as they are", sink_tokens=8),
+        replace(_INT4, name="int4, first page as it is", sink_tokens=PAGE_TOKENS),
+        replace(_INT4, name="int4, values rotated", values=_rotated),
+        replace(
+            _INT4,
+            name="int4, values in groups of 32",
+            values=partial(_grouped, size=32),
+            bits=(4 + 32 / PAGE_TOKENS + 4 + 32 / 32) / 2,
+        ),
+        replace(_INT4, name="int4, keys alone", values=_as_is),
+        replace(_INT4, name="int4, values alone", keys=_as_is),
         *(
             Form(
-                name,
-                partial(_stored, kv_format=name),
-                partial(_stored, kv_format=name),
-                _bits(name),
+                f"{name} by token",
+                partial(_by_token, kv_format=name),
+                partial(_by_token, kv_format=name),
+                _token_bits(name),
             )
             for name in KV_FORMATS
         ),
-        *(
-            Form(
-                f"int4 groups of {size}",
-                partial(_grouped, size=size),
-                partial(_grouped, size=size),
-                4 + 32 / size,
-            )
-            for size in (32, 64, 128)
+        Form(
+            "int4 by token, keys rotated",
+            _rotated,
+            partial(_by_token, kv_format="int4"),
+            _token_bits("int4"),
         ),
-        _form("int4 rotated keys", _rotated, _INT4, _bits("int4")),
-        _form("int4 keys by channel", partial(_by_channel, tokens=PAGE_TOKENS), _INT4, 4.5),
-        _form("int4 keys by channel (pages of 16)", partial(_by_channel, tokens=16), _INT4, 6.0),
-        _form("int4 keys alone", _INT4, _as_is, 4.25),
-        _form("int4 values alone", _as_is, _INT4, 16.0),
     )
 }
 
@@ -219,18 +246,11 @@ def play_text(
                 env[name].float().unflatten(-1, (num_kv_heads, -1)).transpose(0, 1)
                 for name in op.inputs[:2]
             )  # [G, T, D] each
-            caches[op.inputs[-1]] = (form.keys(k), form.values(v)) if form else (k, v)
+            caches[op.inputs[-1]] = k, v
         elif op.kind == "attention":
             k, v = caches[op.inputs[1]]
             q = env[op.inputs[0]].unflatten(-1, (op.params.num_heads, -1)).transpose(0, 1)
-            group = op.params.num_heads // op.params.num_kv_heads
-            attended = F.scaled_dot_product_attention(
-                q,
-                k.repeat_interleave(group, 0).to(q.dtype),
-                v.repeat_interleave(group, 0).to(q.dtype),
-                is_causal=True,
-                scale=op.params.scale,
-            )  # [H, T, D]
+            attended = _attend(q, k, v, form, op.params.scale)  # [H, T, D]
             env[op.outputs[0]] = attended.transpose(0, 1).flatten(1)
         elif op.kind != "sample":
             function, options = reference_call(op, graph)
@@ -238,6 +258,25 @@ def play_text(
             results = result if isinstance(result, tuple) else (result,)
             env.update(zip(op.outputs, results, strict=True))
     return env[graph.outputs[1]]
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form | None, scale: float
+) -> torch.Tensor:
+    """Attend causally from q [H, T, D] to k and v [G, T, D] as a form keeps them, [H, T, D]."""
+    group = q.shape[0] // k.shape[0]
+    k, v, stored_k, stored_v = (
+        x.repeat_interleave(group, 0).to(q.dtype)
+        for x in (k, v, *((form.keys(k), form.values(v)) if form else (k, v)))
+    )  # [H, T, D] each
+    if form is None or not form.page_tokens:
+        return F.scaled_dot_product_attention(q, stored_k, stored_v, is_causal=True, scale=scale)
+    tokens = torch.arange(q.shape[1])  # [T]
+    pages = tokens // form.page_tokens  # [T]
+    is_exact = (pages[:, None] == pages) | (tokens < form.sink_tokens)  # [T, T]
+    scores = torch.where(is_exact, q @ k.mT, q @ stored_k.mT) * scale  # [H, T, T]
+    weights = scores.masked_fill(tokens[:, None] < tokens, float("-inf")).softmax(-1)
+    return (weights * is_exact) @ v + (weights * ~is_exact) @ stored_v
 
 
 def compare_text(

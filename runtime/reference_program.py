@@ -102,6 +102,9 @@ class ReferenceProgram:
         caches: Mapping[str, tuple[torch.Tensor, ...]] = {}
         if any(self._graph.type_of(name).layout for name in op.inputs):
             caches = self._state.caches
+            if options.get("kv_format"):
+                cache = op.inputs[lookup(op.kind).operands.index("cache")]
+                options["open_pages"] = self._state.open_pages[cache]
         inputs, outputs = op.inputs, op.outputs
         shares_plan, shares_angles = "plan" in accepted, "angles" in accepted
 

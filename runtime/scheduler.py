@@ -190,6 +190,9 @@ class Scheduler:
     When pages run out the youngest sequence loses its pages, returns to the front of the queue with
     the tokens it has, and is computed again later; the oldest always advances.
 
+    With `quantises_pages` the token of a scored prompt that fills a page has a step without others
+    of its prompt: it makes codes of those before it and leaves the row's open page to those after.
+
     Raises: ConfigError: when a limit is impossible.
     """
 
@@ -203,6 +206,7 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         max_waiting: int = 1024,
         max_in_flight: int = 2,
+        quantises_pages: bool = False,
     ) -> None:
         limits = {
             "max_rows": (max_rows, 1),
@@ -225,6 +229,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.max_waiting = max_waiting
         self.max_in_flight = max_in_flight
+        self.quantises_pages = quantises_pages
         self.eos_token_ids = frozenset(eos_token_ids)
         self.steps_total = 0
         self.preemptions_total = 0
@@ -590,9 +595,11 @@ class Scheduler:
 
         Never with the slice that draws its first token: both would write the row's last token.
         """
+        start, page_size = sequence.scheduled_tokens, self.pool.page_size
         count = min(count, 1 + self._spare_slices)
+        if self.quantises_pages:
+            count = min(count, max(1, page_size - 1 - start % page_size))
         self._spare_slices -= count - 1
-        start = sequence.scheduled_tokens
         for position in range(start, start + count):
             chunks.append(Slice(sequence, sequence.row, position, position + 1, False, True))
         sequence.scheduled_tokens = sequence.num_scored = sequence.halt = start + count

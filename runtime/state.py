@@ -30,13 +30,15 @@ class DeviceState:
     """Hold tensors by the names of graphs' inputs, as large as the largest step needs.
 
     `caches` gives K and V of each layer, [P, G, S, D] each, or u8[P, G, block bytes] where they are
-    quantised; or its latents alone, [P, 1, S, W]. `packed` i32 underlies the step's
-    inputs, each at its offset in `packed_offsets`.
+    quantised; or its latents alone, [P, 1, S, W]. `open_pages` gives those of each row's page that
+    is not full yet, f16[R, S, G, D], where keys and values are quantised. `packed` i32 underlies
+    the step's inputs, each at its offset in `packed_offsets`.
     """
 
     dims: Mapping[str, int]
     tensors: Mapping[str, torch.Tensor]
     caches: Mapping[str, tuple[torch.Tensor, ...]]
+    open_pages: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     packed: torch.Tensor
     packed_offsets: Mapping[str, int]
 
@@ -52,11 +54,16 @@ class DeviceState:
         """The bytes of all pages."""
         return sum(plane.nbytes for planes in self.caches.values() for plane in planes)
 
+    @property
+    def open_bytes(self) -> int:
+        """The bytes of the rows' open pages."""
+        return sum(k.nbytes + v.nbytes for k, v in self.open_pages.values())
+
     # What follows stands in for the scheduler where programs are tried without one.
 
     def fill_caches(self) -> None:
         """Fill every page with random keys and values, or latents."""
-        for planes in self.caches.values():
+        for planes in (*self.caches.values(), *self.open_pages.values()):
             for cache in planes:
                 if cache.dtype == torch.uint8:
                     # Codes up to 63 and words of four such bytes are small numbers in every format.
@@ -101,6 +108,12 @@ def page_bytes(graph: Graph) -> int:
     return sum(value.type.num_bytes({"P": 1}) for value in cache_values(graph))
 
 
+def open_page_bytes(graph: Graph, config: EngineConfig) -> int:
+    """Give the bytes of the rows' open pages over all layers; 0 where nothing is quantised."""
+    dims = {"R": config.max_rows}
+    return sum(value.type.open_bytes(dims) for value in cache_values(graph))
+
+
 def state_dims(config: EngineConfig, num_pages: int) -> dict[str, int]:
     """Give the largest dims of any step of this engine."""
     return {
@@ -140,9 +153,13 @@ def allocate_state(
     for name, type_ in row_state.items():
         shape, dtype = type_.bound_shape(dims), TORCH_DTYPES[type_.dtype]
         tensors[name] = torch.zeros(shape, dtype=dtype, device=device)
-    pages = {}
+    pages, open_pages = {}, {}
     for value in caches:
-        shape, dtype = value.type.stored_shape(dims), TORCH_DTYPES[value.type.stored_dtype]
-        planes = PLANES[value.type.layout]
-        pages[value.name] = torch.zeros((planes, *shape), dtype=dtype, device=device).unbind()
-    return DeviceState(dims, tensors, pages, packed, offsets)
+        parts = {
+            name: torch.zeros(part.bound_shape({}), dtype=TORCH_DTYPES[part.dtype], device=device)
+            for name, part in value.type.stored_parts(dims).items()
+        }
+        pages[value.name] = tuple(parts[plane] for plane in PLANES[value.type.layout])
+        if "open_keys" in parts:
+            open_pages[value.name] = (parts["open_keys"], parts["open_values"])
+    return DeviceState(dims, tensors, pages, open_pages, packed, offsets)

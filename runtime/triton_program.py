@@ -103,6 +103,8 @@ class TritonProgram:
                     bound.append(workspace.scratch[name])
                 elif kind in ("keys", "values", "latents"):
                     bound.append(state.caches[name][kind == "values"])
+                elif kind in ("open_keys", "open_values"):
+                    bound.append(state.open_pages[name][kind == "open_values"])
                 else:
                     bound.append(self.tensors[name])
             by_token = tuple(size == "T" for size in sizes)

@@ -20,7 +20,7 @@ from treadle.ir.graph import Graph, Op
 from treadle.ir.ops import ADJUST_ALLOWED, ADJUST_BIASES, ADJUST_COUNTS
 from treadle.ir.types import TensorType
 from treadle.kernels.dtypes import TORCH_DTYPES
-from treadle.kernels.kv_pages import Plane
+from treadle.kernels.kv_pages import dequantise_keys, dequantise_values
 from treadle.runtime.checkpoint import Checkpoint
 from treadle.runtime.loading import LoadedArtifact
 from treadle.runtime.reference_program import ReferenceProgram, reference_call
@@ -65,12 +65,12 @@ def verify_program(
         for name, value in expected.items():
             found = _bound(tensors[name], graph, name, dims)
             yield _compare(op, kernel, name, value, found, is_quantised)
-        for name, value in expected_state.items():
-            found, type_ = _state_tensor(name, tensors, state), graph.type_of(name)
-            if name not in state.caches:
-                found = _bound(found, graph, name, dims)
-            elif type_.kv_format:
-                value, found = _numbers(value, type_), _numbers(found, type_)
+        for name, parts in expected_state.items():
+            if name in state.caches:
+                type_ = graph.type_of(name)
+                value, found = _numbers(parts, type_), _numbers(_cache(name, state), type_)
+            else:
+                value, found = parts[0], _bound(tensors[name], graph, name, dims)
             yield _compare(op, kernel, name, value, found, is_quantised)
 
 
@@ -83,17 +83,21 @@ def _bound(tensor: torch.Tensor, graph: Graph, name: str, dims: Mapping[str, int
     return tensor[: graph.types[name].bound_shape(dims)[0]]
 
 
-def _state_tensor(
-    name: str, tensors: Mapping[str, torch.Tensor], state: DeviceState
-) -> torch.Tensor:
-    return torch.stack(state.caches[name]) if name in state.caches else tensors[name]
+def _cache(name: str, state: DeviceState) -> tuple[torch.Tensor, ...]:
+    """Give the tensors of a cache: keys and values, then those of open pages if there are any."""
+    return (*state.caches[name], *state.open_pages.get(name, ()))
 
 
-def _numbers(both: torch.Tensor, type_: TensorType) -> torch.Tensor:
-    """Give the keys and values that a quantised cache u8[2, P, G, block bytes] holds, f32."""
-    slots = torch.arange(both[0, ..., 0].numel() * type_.size(2), device=both.device)  # [P * G * S]
-    planes = [Plane(both[i], type_.kv_format, type_.size(3), i == 1) for i in range(2)]
-    return torch.stack([plane.read(slots) for plane in planes])  # [2, P * G * S, D]
+def _numbers(cache: tuple[torch.Tensor, ...], type_: TensorType) -> torch.Tensor:
+    """Give all keys and values that a cache holds, as one vector."""
+    if not type_.kv_format:
+        return torch.cat([tensor.flatten() for tensor in cache])
+    keys, values, *opened = cache
+    full = (
+        dequantise_keys(keys, type_.kv_format, type_.size(3)),
+        dequantise_values(values, type_.kv_format, type_.size(3)),
+    )
+    return torch.cat([tensor.float().flatten() for tensor in (*full, *opened)])
 
 
 def _reference(
@@ -102,32 +106,37 @@ def _reference(
     tensors: Mapping[str, torch.Tensor],
     state: DeviceState,
     dims: Mapping[str, int],
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Compute an op's results and the state it should leave, without touching either."""
+) -> tuple[dict[str, torch.Tensor], dict[str, tuple[torch.Tensor, ...]]]:
+    """Compute an op's results and the state it should leave, without touching either.
+
+    Of a cache that is all its tensors, of another state one.
+    """
     env: dict[str, torch.Tensor] = {}
-    changed: dict[str, torch.Tensor] = {}
+    changed: dict[str, tuple[torch.Tensor, ...]] = {}
     for inner in op.plain:
         definition = ops.lookup(inner.kind)
         operands: list[torch.Tensor] = []
         operand_names = definition.present(len(inner.inputs))
+        function, options = reference_call(inner, graph)
         for operand, name in zip(operand_names, inner.inputs, strict=True):
             if name in state.caches:
                 # A body may read what it has appended: what it changed stands for the cache.
-                both = changed[name] if name in changed else torch.stack(state.caches[name])
+                cache = changed.get(name) or tuple(t.clone() for t in _cache(name, state))
                 if operand in definition.mutates:
-                    changed[name] = both
-                operands += both.unbind()
+                    changed[name] = cache
+                operands += cache[:2]
+                if cache[2:]:
+                    options["open_pages"] = cache[2:]
                 continue
             value = env[name] if name in env else tensors[name]
             if name not in env and not name.startswith("@"):
                 value = _bound(value, graph, name, dims)
             if operand in definition.mutates:
                 value = value.clone()
-                changed[name] = value
+                changed[name] = (value,)
             # The reference of a chain rounds once, at its end, as a fused kernel does.
             is_value = value.is_floating_point() and not name.startswith("@")
             operands.append(value.float() if is_value and len(op.plain) > 1 else value)
-        function, options = reference_call(inner, graph)
         if "out_dtype" in options:
             options["out_dtype"] = options["out_dtype"] or torch.float32
         result = function(*operands, **options)

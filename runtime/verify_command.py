@@ -34,14 +34,17 @@ PROMPT_LENGTHS = (1, 15, 16, 17, 33)
 NUM_PAGES = 96  # more than these prompts fill, of the smallest pages
 
 
-def run_verify(source: str, target: str, kernels_only: bool, progress: str, as_json: bool) -> None:
+def run_verify(
+    source: str, target: str, kernels_only: bool, kv_dtype: str, progress: str, as_json: bool
+) -> None:
     """Prove a model's kernels against their references and its layers against transformers.
 
     Raises: KernelError: a check failed; names the first one and what to look at.
     """
-    path = artifact_of(source, target, progress)
+    path = artifact_of(source, target, progress, kv_dtype)
+    options = ServeOptions(num_pages=NUM_PAGES, kv_dtype=kv_dtype)
     with Progress(progress) as shown, shown.phases() as report:
-        loaded = load_artifact(path, ServeOptions(num_pages=NUM_PAGES), report)
+        loaded = load_artifact(path, options, report)
         launches = _verify_kernels(loaded, report)
         layers: list[LayerCheck] = []
         causes: list[Finding] = []

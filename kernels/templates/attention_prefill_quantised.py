@@ -1,16 +1,17 @@
 """Attend causally from any number of query tokens per sequence, with a quantised KV cache.
 
-A sequence's earlier tokens are read from its pages, as `attention_decode_quantised` reads them: no
-scale and no zero in the inner loop. The step's own tokens are read as they were computed, from k
-and v; only what a later step reads has been through quantisation. Programs find their sequence and
-query block on the device, as in `attention_prefill`.
+A sequence's earlier tokens are read from its pages, and from its open page, as
+`attention_decode_quantised` reads them. The step's own tokens are read as they were computed, from
+k and v; only what a later step reads has been through quantisation. Programs find their sequence
+and query block on the device, as in `attention_prefill`.
 
-Shapes (H query heads, G KV heads, D head dim, S tokens per page, P pages, R rows, M pages per row,
-N = D bytes of codes per token, D / 2 with int4):
+Shapes (H query heads, G KV heads, D head dim, S tokens per page, P pages, R rows, M pages per row):
   q, out        [T, H, D], [T, H * D]: contiguous
   k, v          [T, G * D]: contiguous; the step's own keys and values
-  k_cache,      u8[P, G, S * (N + 4)]: contiguous, as `attention_decode_quantised` describes them;
-  v_cache       only slots of earlier tokens are read
+  k_cache,      u8[P, G, block bytes]: contiguous, as `attention_decode_quantised` describes them;
+  v_cache       only full pages of earlier tokens are read
+  k_open,       f16[R, S, G, D]: contiguous; the page of each row that is not full, with the step's
+  v_open        own tokens: only earlier ones are read
   block_table   i32[R, M]: page of tokens m * S .. (m + 1) * S of a row; rows may be strided
   seq_rows      i32[num_seqs]: row of each sequence, -1 for padding, whose output becomes zeros
   query_start   i32[num_seqs + 1]: first token of each sequence, counted from the start of `q`; the
@@ -19,6 +20,7 @@ N = D bytes of codes per token, D / 2 with int4):
 
 Grid: (head, query block), where head is a KV head if PACK_HEADS, else a query head; sequence i owns
 the query blocks from (query_start[i] - query_start[0]) // BLOCK_Q + i on. Surplus programs leave.
+BLOCK_TOKENS divides S.
 Bound by the two dots: 4 * H * D operations per pair of a query and a key it sees.
 """
 
@@ -45,14 +47,11 @@ SCHEDULE = dict(
 
 
 @triton.jit
-def _load_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Give the page id of a tile: one number, or one per token if the tile spans pages."""
-    if PAGE_SIZE % BLOCK_TOKENS == 0:
-        page = tl.load(pages_ptr + tile_start // PAGE_SIZE, mask=tile_start < stop, other=0)
-    else:
-        tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
-        page = tl.load(pages_ptr + tokens // PAGE_SIZE, mask=tokens < stop, other=0)
-    return page.to(tl.int64)
+def _load_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr):
+    """Give the page id of a tile."""
+    return tl.load(pages_ptr + tile_start // PAGE_SIZE, mask=tile_start < stop, other=0).to(
+        tl.int64
+    )
 
 
 @triton.jit
@@ -61,53 +60,53 @@ def _load_tile(
     v_cache_ptr,
     page,
     tile_start,
-    stop,
     kv_head,
     NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Load a tile: codes of keys [BLOCK_TOKENS, BLOCK_W], of values [BLOCK_W, BLOCK_TOKENS], words.
+    """Load a tile of a full page: codes and words of keys, codes and words of values.
 
-    Words from `stop` on are zero.
+    Codes are [BLOCK_TOKENS, BLOCK_W] and [BLOCK_W, BLOCK_TOKENS]; words of keys [BLOCK_W], of the
+    first half of the features and of the second where a byte holds two; words of values
+    [BLOCK_TOKENS].
     """
-    ALIGNED: tl.constexpr = 16 if PAGE_SIZE % 16 == 0 else 8
-    offset = tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
+    HAS_PLANES: tl.constexpr = ROW_BYTES < HEAD_DIM
     byte = tl.arange(0, BLOCK_W)  # [BLOCK_W]
-    live = tile_start + offset < stop  # [BLOCK_TOKENS]
-    block = (page * NUM_KV_HEADS + kv_head) * (PAGE_SIZE * (ROW_BYTES + 4))
-    if PAGE_SIZE % BLOCK_TOKENS == 0:
-        # One page: the tile begins at a multiple of its size, which makes wide loads legal.
-        slot = tl.multiple_of(tile_start % PAGE_SIZE, BLOCK_TOKENS) + offset  # [BLOCK_TOKENS]
-        k_ptrs = (k_cache_ptr + block) + (slot[:, None] * ROW_BYTES + byte[None, :])
-        v_ptrs = (v_cache_ptr + block) + (byte[:, None] * PAGE_SIZE + slot[None, :])
-    else:
-        slot = (tile_start + offset) % PAGE_SIZE  # [BLOCK_TOKENS]
-        k_ptrs = k_cache_ptr + (block[:, None] + slot[:, None] * ROW_BYTES + byte[None, :])
-        v_ptrs = v_cache_ptr + (block[None, :] + byte[:, None] * PAGE_SIZE + slot[None, :])
     inside = byte < ROW_BYTES  # [BLOCK_W]
-    keys = tl.load(k_ptrs, mask=live[:, None] & inside[None, :], other=0)
-    # Values lie token by token: a mask that changes within 16 of them would forbid wide loads. What
-    # is read too much gets the weight zero.
-    readable = tile_start + offset < tl.cdiv(stop, ALIGNED) * ALIGNED  # [BLOCK_TOKENS]
-    values = tl.load(v_ptrs, mask=inside[:, None] & readable[None, :], other=0)
-    words = block + PAGE_SIZE * ROW_BYTES + slot * 4  # [BLOCK_TOKENS]
-    key_words = tl.load((k_cache_ptr + words).to(tl.pointer_type(tl.int32)), mask=live, other=0)
-    value_words = tl.load((v_cache_ptr + words).to(tl.pointer_type(tl.int32)), mask=live, other=0)
-    return keys, key_words, values, value_words
+    block = page * NUM_KV_HEADS + kv_head
+    k_block_ptr = k_cache_ptr + block * (PAGE_SIZE * ROW_BYTES + HEAD_DIM * 4)
+    v_block_ptr = v_cache_ptr + block * (PAGE_SIZE * (ROW_BYTES + (4 if HAS_PLANES else 2)))
+    # The tile begins at a multiple of its size, which makes wide loads legal.
+    slot = tl.multiple_of(tile_start % PAGE_SIZE, BLOCK_TOKENS) + tl.arange(0, BLOCK_TOKENS)
+    k_ptrs = k_block_ptr + (slot[:, None] * ROW_BYTES + byte[None, :])
+    v_ptrs = v_block_ptr + (byte[:, None] * PAGE_SIZE + slot[None, :])
+    keys = tl.load(k_ptrs, mask=inside[None, :], other=0)  # [BLOCK_TOKENS, BLOCK_W]
+    values = tl.load(v_ptrs, mask=inside[:, None], other=0)  # [BLOCK_W, BLOCK_TOKENS]
+    key_word_ptrs = (k_block_ptr + PAGE_SIZE * ROW_BYTES).to(tl.pointer_type(tl.int32)) + byte
+    key_words = tl.load(key_word_ptrs, mask=inside, other=0)  # [BLOCK_W]
+    second_words = key_words
+    if HAS_PLANES:
+        second_words = tl.load(key_word_ptrs + ROW_BYTES, mask=inside, other=0)  # [BLOCK_W]
+        value_word_ptrs = (v_block_ptr + PAGE_SIZE * ROW_BYTES).to(tl.pointer_type(tl.int32))
+    else:
+        value_word_ptrs = (v_block_ptr + PAGE_SIZE * ROW_BYTES).to(tl.pointer_type(tl.float16))
+    value_words = tl.load(value_word_ptrs + slot)  # [BLOCK_TOKENS]
+    return keys, key_words, second_words, values, value_words
 
 
 @triton.jit
 def _low_half(word):
-    """Give the f16 in the low half of a word as f32."""
-    return (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    """Give the f16 in the low half of a word."""
+    return (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def _high_half(word):
-    """Give the f16 in the high half of a word as f32."""
+    """Give the f16 in the high half of a word."""
     return _low_half(word >> 16)
 
 
@@ -178,27 +177,54 @@ def _to_f16_planes(codes, USE_PTX: tl.constexpr):
 
 
 @triton.jit
-def _to_i8_planes(codes, USE_PTX: tl.constexpr):
-    """Give the low nibble, and 16 * (high nibble - 8), of each byte of keys."""
-    if USE_PTX:
-        return tl.inline_asm_elementwise(
-            "and.b32 $0, $2, 0x0F0F0F0F; and.b32 $1, $2, 0xF0F0F0F0;",
-            "=r,=r,r",
-            [codes],
-            dtype=(tl.int8, tl.int8),
-            is_pure=True,
-            pack=4,
-        )
+def _to_keys(codes, words, KV_FORMAT: tl.constexpr, USE_PTX: tl.constexpr):
+    """Give the keys of a tile in f16, [BLOCK_TOKENS, BLOCK_W], of one code a byte."""
+    scale = _low_half(words)  # [BLOCK_W]
+    if KV_FORMAT == "fp8":
+        # The hardware converts to numbers, other GPUs to numbers over 256, which the scales mean.
+        numbers = _to_f16(codes, KV_FORMAT, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W]
+        if USE_PTX:
+            scale = scale * (1.0 / 256.0)  # [BLOCK_W]
     else:
-        return (codes & 0x0F).to(tl.int8, bitcast=True), (codes & 0xF0).to(tl.int8, bitcast=True)
+        numbers = _to_f16(codes, KV_FORMAT, USE_PTX) - 1024.0  # [BLOCK_TOKENS, BLOCK_W]
+    return numbers * scale[None, :] + _high_half(words)[None, :]
 
 
 @triton.jit
-def _part_query(q, unit):
-    """Give q over `unit` as whole numbers of at most 127 * 128, in parts: 128 * high + low."""
-    number = tl.floor(q / unit[:, None] + 0.5).to(tl.int32)  # [BLOCK_ROWS, BLOCK_W]
-    high = (number + 64) >> 7  # [BLOCK_ROWS, BLOCK_W]
-    return high.to(tl.int8), (number - high * 128).to(tl.int8), tl.sum(number, 1)
+def _to_key_planes(codes, words, second_words, USE_PTX: tl.constexpr):
+    """Give the keys of a tile of int4 in f16: the first half of their features, the second."""
+    first, second = _to_f16_planes(codes, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W] each
+    first = (first - 1024.0) * _low_half(words)[None, :] + _high_half(words)[None, :]
+    second = (second - 1024.0) * (_low_half(second_words) * 0.0625)[None, :]
+    return first, second + _high_half(second_words)[None, :]
+
+
+@triton.jit
+def _weigh(
+    acc, second_acc, least_sum, weights, rescale, values, words,
+    KV_FORMAT: tl.constexpr, USE_PTX: tl.constexpr, LIFT: tl.constexpr,
+):  # fmt: skip
+    """Add the values of a tile, by weights [rows, BLOCK_TOKENS], to sums [rows, BLOCK_W]."""
+    acc = acc * rescale[:, None]  # [rows, BLOCK_W]
+    if KV_FORMAT == "fp8":
+        UNIT: tl.constexpr = LIFT / 256.0 if USE_PTX else LIFT
+        scaled = (weights * (words.to(tl.float32) * UNIT)[None, :]).to(tl.float16)
+        acc = tl.dot(scaled, tl.trans(_to_f16(values, KV_FORMAT, USE_PTX)), acc)
+    elif KV_FORMAT == "int8":
+        # What the bits add to a code is taken back in the same tile: nothing large remains in the
+        # sums, and it costs no instruction.
+        scaled = (weights * (words.to(tl.float32) * LIFT)[None, :]).to(tl.float16)
+        added = 1152.0 * tl.sum(scaled.to(tl.float32), 1)[:, None]  # [rows, 1]
+        acc = tl.dot(scaled, tl.trans(_to_f16(values, KV_FORMAT, USE_PTX)), acc - added)
+    else:
+        scale, least = _low_half(words).to(tl.float32), _high_half(words).to(tl.float32)
+        least_sum = least_sum * rescale + tl.sum(weights * least[None, :], 1)  # [rows]
+        scaled = (weights * (scale * LIFT)[None, :]).to(tl.float16)
+        added = 1024.0 * tl.sum(scaled.to(tl.float32), 1)[:, None]  # [rows, 1]
+        first, second = _to_f16_planes(values, USE_PTX)  # [BLOCK_W, BLOCK_TOKENS] each
+        second_acc = tl.dot(scaled, tl.trans(second), second_acc * rescale[:, None] - added)
+        acc = tl.dot(scaled, tl.trans(first), acc - added)  # [rows, BLOCK_W]
+    return acc, second_acc, least_sum
 
 
 @triton.jit
@@ -222,19 +248,19 @@ def _attend_own(
     BLOCK_W: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add one tile of the step's own keys and values to the running softmax; MASKED: causal."""
+    """Add one tile of keys and values that are no codes to the running softmax; MASKED: causal."""
     tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
     dims = tl.arange(0, BLOCK_W)
     mask = (dims < WIDTH)[None, :]  # [1, BLOCK_W]
     if MASKED:
         mask = (tokens < stop)[:, None] & mask  # [BLOCK_TOKENS, BLOCK_W]
     offsets = tokens[:, None].to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
-    k = tl.load(k_ptr + offsets, mask=mask, other=0.0)  # [BLOCK_TOKENS, BLOCK_W]
-    v = tl.load(v_ptr + offsets, mask=mask, other=0.0)  # [BLOCK_TOKENS, BLOCK_W]
+    k = tl.load(k_ptr + offsets, mask=mask, other=0.0).to(q.dtype)  # [BLOCK_TOKENS, BLOCK_W]
+    v = tl.load(v_ptr + offsets, mask=mask, other=0.0).to(q.dtype)  # [BLOCK_TOKENS, BLOCK_W]
     scores = tl.dot(q, tl.trans(k))  # [BLOCK_ROWS, BLOCK_TOKENS]
     if WIDTH < HEAD_DIM:
-        second_k = tl.load(k_ptr + WIDTH + offsets, mask=mask, other=0.0)
-        second_v = tl.load(v_ptr + WIDTH + offsets, mask=mask, other=0.0)
+        second_k = tl.load(k_ptr + WIDTH + offsets, mask=mask, other=0.0).to(q.dtype)
+        second_v = tl.load(v_ptr + WIDTH + offsets, mask=mask, other=0.0).to(q.dtype)
         scores = tl.dot(second_q, tl.trans(second_k), scores)  # [BLOCK_ROWS, BLOCK_TOKENS]
     if MASKED:
         visible = tokens[None, :] <= queries[:, None]  # [BLOCK_ROWS, BLOCK_TOKENS]
@@ -267,6 +293,8 @@ def attention_prefill_quantised(
     v_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_open_ptr,
+    v_open_ptr,
     block_table_ptr,
     seq_rows_ptr,
     query_start_ptr,
@@ -299,8 +327,7 @@ def attention_prefill_quantised(
     # Scores are kept in units of log2: each exponential is then one exp2 of one multiply-add.
     SCALE_LOG2: tl.constexpr = SCALE * 1.4426950408889634
     # Scales of values are often too small for f16: a fixed factor goes in here and out at the end.
-    LIFT: tl.constexpr = 64.0
-    FP8_UNIT: tl.constexpr = 1.0 if USE_PTX else 256.0
+    LIFT: tl.constexpr = 1.0 if KV_FORMAT == "fp8" and not USE_PTX else 64.0
 
     # Sequence i owns the query blocks from first_blocks[i] on, which grow strictly with i: the
     # last one at or below `block` is ours. Counting takes one load where bisecting takes many.
@@ -353,97 +380,51 @@ def attention_prefill_quantised(
     least_sum = tl.zeros((BLOCK_ROWS,), tl.float32)  # [BLOCK_ROWS]
     acc = tl.zeros((BLOCK_ROWS, BLOCK_W), tl.float32)  # [BLOCK_ROWS, BLOCK_W]
     second_acc = tl.zeros((BLOCK_ROWS, BLOCK_W), tl.float32)  # [BLOCK_ROWS, BLOCK_W]
-    if prior > 0:
-        wide_q = q.to(tl.float32)  # [BLOCK_ROWS, BLOCK_W]
-        largest = tl.max(tl.abs(wide_q), 1)  # [BLOCK_ROWS]
-        if HAS_PLANES:
-            second_wide_q = second_q.to(tl.float32)  # [BLOCK_ROWS, BLOCK_W]
-            largest = tl.maximum(largest, tl.max(tl.abs(second_wide_q), 1))  # [BLOCK_ROWS]
-        unit = tl.where(largest > 0.0, largest / 16256.0, 1.0)  # [BLOCK_ROWS]
-        score_unit = unit * SCALE_LOG2  # [BLOCK_ROWS]
-        q_f16 = q.to(tl.float16)  # [BLOCK_ROWS, BLOCK_W]
-        high, low, q_sum = _part_query(wide_q, unit)
-        if HAS_PLANES:
-            second_high, second_low, second_sum = _part_query(second_wide_q, unit)
-            q_sum = (q_sum + second_sum).to(tl.float32) * score_unit  # [BLOCK_ROWS]
-            eights = 8.0 * second_sum.to(tl.float32) * score_unit  # [BLOCK_ROWS]
+    # Pages that this step has filled hold what came before it too.
+    full_stop = tl.minimum(prior, context // PAGE_SIZE * PAGE_SIZE)
+    if full_stop > 0:
         pages_ptr = block_table_ptr + table_row.to(tl.int64) * table_stride
-        page = _load_page(pages_ptr, 0, prior, PAGE_SIZE, BLOCK_TOKENS)
+        page = _load_page(pages_ptr, 0, full_stop, PAGE_SIZE)
         # Every row sees every earlier key.
-        for tile_start in range(0, prior, BLOCK_TOKENS):
-            live = tile_start + tl.arange(0, BLOCK_TOKENS) < prior  # [BLOCK_TOKENS]
-            keys, key_words, values, value_words = _load_tile(
-                k_cache_ptr, v_cache_ptr, page, tile_start, prior, kv_head,
-                NUM_KV_HEADS, WIDTH, PAGE_SIZE, BLOCK_TOKENS, BLOCK_W,
+        for tile_start in range(0, full_stop, BLOCK_TOKENS):
+            keys, key_words, second_words, values, value_words = _load_tile(
+                k_cache_ptr, v_cache_ptr, page, tile_start, kv_head,
+                NUM_KV_HEADS, HEAD_DIM, WIDTH, PAGE_SIZE, BLOCK_TOKENS, BLOCK_W,
             )  # fmt: skip
-            page = _load_page(pages_ptr, tile_start + BLOCK_TOKENS, prior, PAGE_SIZE, BLOCK_TOKENS)
-
-            if KV_FORMAT == "int8":
-                key_scale = key_words.to(tl.float32, bitcast=True)  # [BLOCK_TOKENS]
-                codes = tl.trans(keys.to(tl.int8, bitcast=True))  # [BLOCK_W, BLOCK_TOKENS]
-                products = tl.dot(high, codes, out_dtype=tl.int32) * 128
-                products += tl.dot(low, codes, out_dtype=tl.int32)  # [BLOCK_ROWS, BLOCK_TOKENS]
-                scores = products.to(tl.float32) * score_unit[:, None] * key_scale[None, :]
-            elif KV_FORMAT == "fp8":
-                key_scale = key_words.to(tl.float32, bitcast=True) * (FP8_UNIT * SCALE_LOG2)
-                numbers = tl.trans(_to_f16(keys, KV_FORMAT, USE_PTX))  # [BLOCK_W, BLOCK_TOKENS]
-                scores = tl.dot(q_f16, numbers) * key_scale[None, :]  # [BLOCK_ROWS, BLOCK_TOKENS]
+            page = _load_page(pages_ptr, tile_start + BLOCK_TOKENS, full_stop, PAGE_SIZE)
+            if HAS_PLANES:
+                earlier_k, second_k = _to_key_planes(keys, key_words, second_words, USE_PTX)
+                scores = tl.dot(q.to(tl.float16), tl.trans(earlier_k))
+                scores = tl.dot(second_q.to(tl.float16), tl.trans(second_k), scores)
             else:
-                key_scale, key_least = _low_half(key_words), _high_half(key_words)  # [BLOCK_TOKENS]
-                first_plane, second_plane = _to_i8_planes(keys, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W]
-                first_plane, second_plane = (
-                    tl.trans(first_plane),
-                    tl.trans(second_plane),
-                )  # [BLOCK_W, BLOCK_TOKENS]
-                # The first plane holds n, the second 16 * (n - 8).
-                highs = tl.dot(high, first_plane, out_dtype=tl.int32) * 16
-                highs += tl.dot(
-                    second_high, second_plane, out_dtype=tl.int32
-                )  # [BLOCK_ROWS, BLOCK_TOKENS]
-                lows = tl.dot(low, first_plane, out_dtype=tl.int32) * 16
-                lows += tl.dot(
-                    second_low, second_plane, out_dtype=tl.int32
-                )  # [BLOCK_ROWS, BLOCK_TOKENS]
-                products = (highs * 128 + lows).to(tl.float32) * (score_unit * 0.0625)[:, None]
-                scores = (products + eights[:, None]) * key_scale[None, :]
-                scores += q_sum[:, None] * key_least[None, :]  # [BLOCK_ROWS, BLOCK_TOKENS]
+                earlier_k = _to_keys(keys, key_words, KV_FORMAT, USE_PTX)
+                scores = tl.dot(q.to(tl.float16), tl.trans(earlier_k))
+            # The step's own tokens may lie in the last of these pages.
+            live = tile_start + tl.arange(0, BLOCK_TOKENS) < prior  # [BLOCK_TOKENS]
             scores = tl.where(live[None, :], scores, float("-inf"))  # [BLOCK_ROWS, BLOCK_TOKENS]
-            new_best = tl.maximum(best, tl.max(scores, 1))  # [BLOCK_ROWS]
+            new_best = tl.maximum(best, tl.max(scores, 1) * SCALE_LOG2)  # [BLOCK_ROWS]
             rescale = tl.exp2(best - new_best)  # [BLOCK_ROWS]
-            weights = tl.exp2(scores - new_best[:, None])  # [BLOCK_ROWS, BLOCK_TOKENS]
+            weights = tl.exp2(scores * SCALE_LOG2 - new_best[:, None])
             total = total * rescale + tl.sum(weights, 1)  # [BLOCK_ROWS]
             best = new_best  # [BLOCK_ROWS]
+            acc, second_acc, least_sum = _weigh(
+                acc, second_acc, least_sum, weights, rescale, values, value_words,
+                KV_FORMAT, USE_PTX, LIFT,
+            )  # fmt: skip
+        acc = acc * (1.0 / LIFT) + least_sum[:, None]  # [BLOCK_ROWS, BLOCK_W]
+        second_acc = second_acc * (0.0625 / LIFT) + least_sum[:, None]  # [BLOCK_ROWS, BLOCK_W]
 
-            if HAS_PLANES:
-                value_scale, value_least = _low_half(value_words), _high_half(value_words)
-                least_sum = least_sum * rescale + tl.sum(weights * value_least[None, :], 1)
-            else:
-                value_scale = value_words.to(tl.float32, bitcast=True)  # [BLOCK_TOKENS]
-            scaled = (weights * (value_scale * LIFT)[None, :]).to(tl.float16)
-            if KV_FORMAT == "fp8":
-                numbers = tl.trans(_to_f16(values, KV_FORMAT, USE_PTX))  # [BLOCK_TOKENS, BLOCK_W]
-                acc = tl.dot(scaled, numbers, acc * rescale[:, None])  # [BLOCK_ROWS, BLOCK_W]
-            else:
-                # What the bits add to a code is taken back in the same tile: nothing large remains
-                # in the sums, and it costs no instruction.
-                scaled_sum = tl.sum(scaled.to(tl.float32), 1)[:, None]  # [BLOCK_ROWS, 1]
-                if HAS_PLANES:
-                    first_plane, second_plane = _to_f16_planes(
-                        values, USE_PTX
-                    )  # [BLOCK_W, BLOCK_TOKENS]
-                    start_acc = second_acc * rescale[:, None] - 1024.0 * scaled_sum
-                    second_acc = tl.dot(
-                        scaled, tl.trans(second_plane), start_acc
-                    )  # [BLOCK_ROWS, BLOCK_W]
-                    start_acc = acc * rescale[:, None] - 1024.0 * scaled_sum
-                    acc = tl.dot(scaled, tl.trans(first_plane), start_acc)  # [BLOCK_ROWS, BLOCK_W]
-                else:
-                    codes = tl.trans(_to_f16(values, KV_FORMAT, USE_PTX))  # [BLOCK_TOKENS, BLOCK_W]
-                    start_acc = acc * rescale[:, None] - 1152.0 * scaled_sum
-                    acc = tl.dot(scaled, codes, start_acc)  # [BLOCK_ROWS, BLOCK_W]
-        UNLIFT: tl.constexpr = FP8_UNIT / LIFT if KV_FORMAT == "fp8" else 1.0 / LIFT
-        acc = acc * UNLIFT + least_sum[:, None]  # [BLOCK_ROWS, BLOCK_W]
-        second_acc = second_acc * (UNLIFT * 0.0625) + least_sum[:, None]  # [BLOCK_ROWS, BLOCK_W]
+    # Earlier tokens in the open page: every row sees them all.
+    open_offset = tl.maximum(table_row, 0).to(tl.int64) * PAGE_SIZE * (NUM_KV_HEADS * HEAD_DIM)
+    open_offset += kv_head * HEAD_DIM
+    num_open = prior - full_stop
+    newest = tl.zeros((BLOCK_ROWS,), tl.int32) + num_open - 1  # [BLOCK_ROWS]
+    for tile_start in range(0, num_open, BLOCK_TOKENS):
+        acc, second_acc, best, total = _attend_own(
+            acc, second_acc, best, total, q, second_q, newest, k_open_ptr + open_offset,
+            v_open_ptr + open_offset, tile_start, num_open, NUM_KV_HEADS, HEAD_DIM, WIDTH,
+            SCALE_LOG2, BLOCK_TOKENS, BLOCK_W, True,
+        )  # fmt: skip
 
     own_offset = start.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
     # Every row sees every key of the full tiles: no mask.
@@ -476,6 +457,8 @@ def launch(
     v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    k_open: torch.Tensor,
+    v_open: torch.Tensor,
     block_table: torch.Tensor,
     seq_rows: torch.Tensor,
     query_start: torch.Tensor,
@@ -495,6 +478,8 @@ def launch(
         v,
         k_cache,
         v_cache,
+        k_open,
+        v_open,
         block_table,
         seq_rows,
         query_start,

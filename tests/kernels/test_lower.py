@@ -154,6 +154,8 @@ def test_every_argument_names_something_that_a_step_has(
                     "keys": name in op.inputs and graph.types[name].layout == "kv",
                     "values": name in op.inputs and graph.types[name].layout == "kv",
                     "latents": name in op.inputs and graph.types[name].layout == "latent",
+                    "open_keys": name in op.inputs and bool(graph.types[name].kv_format),
+                    "open_values": name in op.inputs and bool(graph.types[name].kv_format),
                     "scratch": name in scratch,
                     "size": name in ("T", "B"),
                     "none": name == "",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from treadle.ir.kv_cache import KV_FORMATS
+from treadle.ir.types import TensorType
 from treadle.kernels.cross_compile import Job, compile_many
 from treadle.kernels.emit import Header, emit_module, read_template
 
@@ -43,8 +44,8 @@ def job(folder: Path, template: str, kv_format: str, target: str) -> Job:
     )
     path = folder / f"{template}_{kv_format}_{target}.py"
     path.write_text(text)
-    block = KV_FORMATS[kv_format].block_bytes(PAGE, HEAD_DIM)
-    caches = [f"u8[100, {KV_HEADS}, {block}]"] * 2
+    cache = TensorType((100, KV_HEADS, PAGE, HEAD_DIM), kv_format, "kv")
+    caches = [str(part) for part in cache.stored_parts({"R": 64}).values()]
     heads, own = f"bf16[{TOKENS}, {HEADS * HEAD_DIM}]", f"bf16[{TOKENS}, {KV_HEADS * HEAD_DIM}]"
     ints, table = f"i32[{TOKENS}]", "i32[64, 32]"
     scratch = [f"f32[{TOKENS * HEADS * 8 * HEAD_DIM}]", f"f32[{TOKENS * HEADS * 8}]", "i32[512]"]
@@ -57,7 +58,7 @@ def job(folder: Path, template: str, kv_format: str, target: str) -> Job:
         ],
         "rope_kv_write_quantised": [
             f"bf16[{TOKENS}, {(HEADS + 2 * KV_HEADS) * HEAD_DIM}]", ints, "f32[1024, 128]", ints,
-            ints, table, None, None, *caches, heads, own, own, TOKENS,
+            ints, table, ints, ints, None, None, *caches, heads, own, own, TOKENS, TOKENS,
         ],
     }  # fmt: skip
     return Job(str(path), target, tuple(arguments[template]))

@@ -11,7 +11,7 @@ import pytest
 from tests.checkpoints import load_oracle, make_llama, oracle_greedy
 from tests.runtime.serving import answer, answers, compile_tiny, serving
 from treadle.ir.errors import QueueFullError, RequestError
-from treadle.runtime.request import FinishReason, SamplingParams, collect
+from treadle.runtime.request import Delta, FinishReason, SamplingParams, collect
 
 VARIANTS: dict[str, dict[str, object]] = {
     "plain": {},
@@ -76,8 +76,8 @@ def test_case_32_lengths_at_page_edges_twice_and_with_shared_prefixes(
 ) -> None:
     model = make_llama(tmp_path / "model", seed=rng_seed % 1000)
     oracle = load_oracle(model)
-    (longest,) = _prompts(rng_seed, (126,))
-    prompts = [longest[:length] for length in (1, 15, 16, 17, 31, 32, 33, 126)]
+    (longest,) = _prompts(rng_seed, (127,))
+    prompts = [longest[:length] for length in (1, 15, 16, 17, 31, 32, 33, 126, 127)]
     prompts += [[*longest[:length], 7, 8, 9] for length in (16, 17, 31, 32)]
     artifact = compile_tiny(model, tmp_path / "artifact", max_context_tokens=128)
 
@@ -107,10 +107,10 @@ def test_case_34_preemption_changes_no_token(
         {"temperature": 0.0},
         {"temperature": 1.0, "seed": 5},
         {"temperature": 0.7, "top_p": 0.9, "seed": 6},
-        {"temperature": 1.0, "top_k": 20, "seed": 7},
+        {"temperature": 1.0, "top_k": 20, "seed": 7, "logprobs": 2},
     ]
 
-    async def run(num_pages: int) -> tuple[list[tuple[int, ...]], int]:
+    async def run(num_pages: int) -> tuple[list[Delta], int]:
         async with serving(artifact, num_pages=num_pages, prefix_cache=prefix_cache) as engine:
             found = await asyncio.gather(
                 *(
@@ -118,12 +118,20 @@ def test_case_34_preemption_changes_no_token(
                     for prompt, choice in zip(prompts, choices, strict=True)
                 )
             )
-            return [delta.token_ids for delta in found], engine.stats().preemptions_total
+            return list(found), engine.stats().preemptions_total
 
     roomy, no_preemptions = asyncio.run(run(64))
     tight, preemptions = asyncio.run(run(10))
-    assert tight == roomy
     assert no_preemptions == 0 < preemptions
+    for mine, theirs in zip(tight, roomy, strict=True):
+        assert mine.token_ids == theirs.token_ids
+        assert mine.finish_reason == theirs.finish_reason
+        assert mine.usage.completion_tokens == theirs.usage.completion_tokens == 90
+        assert [each.token_id for each in mine.logprobs] == [
+            each.token_id for each in theirs.logprobs
+        ]
+        for each, other in zip(mine.logprobs, theirs.logprobs, strict=True):
+            assert each.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
 def test_a_request_that_never_fits_is_refused_with_both_numbers(tmp_path: Path) -> None:

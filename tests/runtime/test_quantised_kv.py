@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import random
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from treadle.runtime.loading import ServeOptions, load_artifact, load_model
 from treadle.runtime.request import Delta
 from treadle.runtime.triton_program import TritonProgram
 from treadle.runtime.verify import prepare_prompts, verify_program
+from treadle.runtime.verify_command import run_verify
 
 FORMATS = sorted(KV_FORMATS)
 ALL = ("", *FORMATS)
@@ -96,9 +98,9 @@ def test_a_format_that_was_not_compiled_is_refused_with_the_command(
 @pytest.mark.parametrize("kv_dtype", ["", "auto", *FORMATS])
 def test_the_start_up_box_tells_dtype_and_bytes_per_token(artifact: Path, kv_dtype: str) -> None:
     loaded = load_model(artifact, ServeOptions(num_pages=8, kv_dtype=kv_dtype))
-    # Two layers, two KV heads of 16 in the tiny model: K and V of a token.
-    row_bytes = {"int8": 16 + 4, "fp8": 16 + 4, "int4": 8 + 4}.get(kv_dtype, 64)
-    token_kib = 2 * 2 * 2 * row_bytes / 1024
+    # Two layers, two KV heads of 16 in the tiny model: K and V of a token, in pages of 16.
+    row_bytes = {"int8": 2 * 16 + 4 + 2, "fp8": 2 * 16 + 4 + 2, "int4": 2 * 8 + 4 + 4}
+    token_kib = 2 * 2 * row_bytes.get(kv_dtype, 128) / 1024
     expected = f"{kv_dtype if kv_dtype in FORMATS else 'f32'}, {token_kib:.1f} KiB a token"
     assert loaded.summary["KV cache"].startswith(expected)
 
@@ -199,23 +201,58 @@ def test_case_44_preempted_answers_are_near_the_undisturbed_ones(
         assert_close(mine, theirs, kv_format)
 
 
-@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("kv_format", ALL)
 def test_case_35_padding_of_a_bucket_leaves_idle_pages_alone(
     tmp_path: Path, kv_format: str
 ) -> None:
     model = make_llama(tmp_path / "model", seed=3, num_layers=1)
-    sizes = {"target": "interpret", "max_rows": 4, "max_step_tokens": 16}
+    sizes = {"target": "interpret", "max_rows": 4, "max_step_tokens": 32}
     made = compile_tiny(model, tmp_path / "artifact", kv_formats=(kv_format,), **sizes)
     loaded = load_artifact(made, ServeOptions(num_pages=6))
-    tokens, seqs = prepare_prompts(loaded, draw_prompts(6, (5, 3, 4)))
-    loaded.programs["mixed", 16].run(tokens, seqs)
-    before = [cache.clone() for cache in loaded.state.caches["kv.0"]]
-    loaded.state.write_decode(3)
+    tokens, seqs = prepare_prompts(loaded, draw_prompts(6, (15, 3, 4)))  # the first fills its page
+    loaded.programs["mixed", 32].run(tokens, seqs)
+    state = loaded.state
+    both = (*state.caches["kv.0"], *state.open_pages.get("kv.0", ()))
+    before = [tensor.clone() for tensor in both]
+    state.write_decode(3)
     loaded.programs["decode", 4].run(4, 4)
-    owned = loaded.state.tensors["block_table"][:3, 0].tolist()
-    for cache, old in zip(loaded.state.caches["kv.0"], before, strict=True):
-        changed = (cache != old).flatten(1).any(-1).nonzero().flatten().tolist()
-        assert sorted(changed) == sorted(owned)
+    changed = [
+        (tensor != old).flatten(1).any(-1).nonzero().flatten().tolist()
+        for tensor, old in zip(both, before, strict=True)
+    ]
+    owned = state.tensors["block_table"][:3, 0].tolist()
+    if kv_format:  # one page is full, all three rows have added a token to their open pages
+        assert changed == [owned[:1], owned[:1], [0, 1, 2], [0, 1, 2]]
+    else:
+        assert changed == [sorted(owned), sorted(owned)]
+
+
+@pytest.mark.parametrize("kv_format", ["", "int8"])
+def test_verify_proves_a_model_with_a_quantised_cache(
+    model: Path, kv_format: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_verify(str(model), "reference", False, kv_format, "none", True)
+    found = json.loads(capsys.readouterr().out)
+    assert [layer["passed"] for layer in found["layers"]] == [True, True]
+    assert load_artifact(Path(found["artifact"]), ServeOptions()).engine.kv_format == kv_format
+
+
+def test_a_prompt_is_scored_the_same_with_pages_that_are_quantised_on_the_way(
+    artifact: Path,
+) -> None:
+    """Slices of one token that fill pages: none reads an open page that another has emptied."""
+    (prompt,) = draw_prompts(7, (50,))
+    asked = {"max_tokens": 1, "prompt_logprobs": 1, **GREEDY}
+
+    async def run(kv_dtype: str) -> Delta:
+        async with serving(artifact, num_pages=40, kv_dtype=kv_dtype) as engine:
+            return await answer(engine, prompt, **asked)
+
+    plain, found = asyncio.run(run("auto")), asyncio.run(run("int8"))
+    pairs = zip(found.prompt_logprobs, plain.prompt_logprobs, strict=True)
+    errors = [abs(mine.logprob - theirs.logprob) for mine, theirs in pairs]
+    assert len(errors) == 49
+    assert max(errors) < LOGPROB_ERROR["int8"]
 
 
 def test_an_engine_s_settings_name_the_format(artifact: Path) -> None:

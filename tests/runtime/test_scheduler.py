@@ -693,7 +693,7 @@ def test_a_request_planned_later_shares_pages_of_a_step_in_flight(rng: random.Ra
     bench.run_until_idle()
 
 
-def test_namespaces_share_no_pages(rng: random.Random) -> None:
+def test_case_31_adapters_and_salts_share_no_pages(rng: random.Random) -> None:
     bench = Bench()
     prompt = random_prompt(rng, 33)
     namespaces: list[Namespace] = [
@@ -708,6 +708,21 @@ def test_namespaces_share_no_pages(rng: random.Random) -> None:
             sequence = bench.add(prompt, namespace, max_tokens=8, ignore_eos=True)
             bench.run_until_idle()
             assert sequence.cached_tokens == num_cached
+
+
+def test_case_31_an_adapter_loaded_again_under_its_name_finds_no_old_pages(
+    rng: random.Random,
+) -> None:
+    bench = Bench()
+    prompt = random_prompt(rng, 33)
+    cached = []
+    for is_loaded_again in (False, False, True):
+        if is_loaded_again:
+            bench.pool.clear_cache()
+        sequence = bench.add(prompt, (("adapter", "1"),), max_tokens=8, ignore_eos=True)
+        bench.run_until_idle()
+        cached.append(sequence.cached_tokens)
+    assert cached == [0, 32, 0]
 
 
 # --- Preemption

@@ -1,0 +1,138 @@
+"""Random mixed traces on real tokens: neither the prefix cache nor a small pool changes an answer.
+
+A trace is a handful of requests that share beginnings, sent at once, of which some are given up
+half way. `test_scheduler.py` has the same with a pretend device, checked after every action.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import make_llama
+from tests.runtime.serving import compile_tiny, serving
+from treadle.runtime.engine import Engine
+from treadle.runtime.request import SamplingParams
+
+NUM_PAGES = 10  # of 16 tokens: two of the longest requests
+MOST_PROMPT_TOKENS, MOST_NEW_TOKENS = 70, 40
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A request of a trace, and how many of its tokens are waited for (-1: all)."""
+
+    prompt: list[int]
+    params: dict[str, Any]
+    wanted_tokens: int
+
+
+def draw_trace(seed: int) -> list[Sent]:
+    draw = random.Random(seed)
+    stems = [[draw.randrange(320) for _ in range(MOST_PROMPT_TOKENS)] for _ in range(2)]
+    trace = []
+    for _ in range(draw.randint(3, 7)):
+        stem = draw.choice(stems)
+        prompt = stem[: draw.choice([0, 15, 16, 17, 32, 33, draw.randint(1, 60)])]
+        prompt = prompt + [draw.randrange(320) for _ in range(draw.randint(1, 8))]
+        params: dict[str, Any] = {
+            "max_tokens": draw.randint(1, MOST_NEW_TOKENS),
+            "ignore_eos": draw.random() < 0.7,
+        }
+        kind = draw.randrange(4)
+        if kind == 0:
+            params["temperature"] = 0.0
+        else:
+            params |= {"temperature": 1.0, "seed": draw.randrange(1000)}
+            if kind == 2:
+                params |= {"repetition_penalty": 1.3, "presence_penalty": 0.5}
+            elif kind == 3:
+                params |= {"top_k": 20, "top_p": 0.9}
+        wanted = draw.randint(1, 8) if draw.random() < 0.2 else -1
+        trace.append(Sent(prompt, params, wanted))
+    return trace
+
+
+async def send(engine: Engine, sent: Sent) -> list[int]:
+    """Give the tokens that were waited for."""
+    generation = engine.submit(sent.prompt, SamplingParams(**sent.params))
+    tokens: list[int] = []
+    async for delta in generation:
+        tokens += delta.token_ids
+        if 0 <= sent.wanted_tokens <= len(tokens):
+            generation.abort()
+            return tokens[: sent.wanted_tokens]
+    return tokens
+
+
+@asynccontextmanager
+async def engines(artifact: Path) -> AsyncIterator[dict[str, Engine]]:
+    """Serve with room and no prefix cache, with room and one, and with ten pages and one."""
+    async with AsyncExitStack() as stack:
+        yield {
+            name: await stack.enter_async_context(serving(artifact, **options))
+            for name, options in {
+                "plain": {"num_pages": 64, "prefix_cache": False},
+                "cached": {"num_pages": 64},
+                "tight": {"num_pages": NUM_PAGES},
+            }.items()
+        }
+
+
+async def play(artifact: Path, seeds: range) -> dict[str, int]:
+    """Compare the answers to each trace; give what the engines counted, and check the gauges."""
+    async with engines(artifact) as found:
+        for seed in seeds:
+            trace = draw_trace(seed)
+            alone = [await send(found["plain"], sent) for sent in trace]
+            for name, engine in found.items():
+                together = await asyncio.gather(*(send(engine, sent) for sent in trace))
+                assert list(together) == alone, (seed, name)
+            for engine in found.values():
+                await engine_is_idle(engine)
+                engine.model.scheduler.check_integrity()
+        tight, cached = (found[name].model.scheduler for name in ("tight", "cached"))
+        return {
+            "preemptions": tight.preemptions_total,
+            "evictions": tight.pool.evictions_total,
+            "hit tokens": cached.pool.hit_tokens_total,
+        }
+
+
+async def engine_is_idle(engine: Engine) -> None:
+    """Wait for the end of what was given up, and check that nothing is held then."""
+    scheduler = engine.model.scheduler
+    for _ in range(1000):
+        if scheduler.is_idle:
+            break
+        await asyncio.sleep(0.005)
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_in_flight) == (0, 0, 0)
+    assert scheduler.pool.num_owned == 0
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = make_llama(tmp_path_factory.mktemp("checkpoint") / "model", seed=11, window=128)
+    return compile_tiny(model, tmp_path_factory.mktemp("made") / "artifact")
+
+
+def test_random_traces_have_the_same_answers_with_a_cache_and_in_ten_pages(
+    artifact: Path, rng_seed: int
+) -> None:
+    counted = asyncio.run(play(artifact, range(rng_seed, rng_seed + 8)))
+    assert min(counted.values()) > 0, counted
+
+
+@pytest.mark.slow
+def test_200_random_traces_have_the_same_answers_with_a_cache_and_in_ten_pages(
+    artifact: Path, rng_seed: int
+) -> None:
+    counted = asyncio.run(play(artifact, range(rng_seed, rng_seed + 200)))
+    assert min(counted.values()) > 100, counted
