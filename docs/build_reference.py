@@ -492,7 +492,7 @@ def verified_section() -> list[str]:
         (
             "KV cache",
             "the model's dtype: bf16, fp16 or fp32; [int8, int4 and fp8](kv-cache.md) where "
-            "attention has no window, no cap, no sinks and no latents",
+            "attention is not to latents",
         ),
         (
             "quantised weights",

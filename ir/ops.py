@@ -1059,12 +1059,6 @@ def _attention(
     )
     width = params.num_heads * params.head_dim
     _expect(q.shape[-1] == width, "attention", f"q of width {width}", q)
-    if cache.kv_format and (params.window or params.soft_cap or sinks):
-        raise SpecError(
-            "No kernel attends with a window, a soft cap or sinks to a cache in "
-            f"{cache.kv_format}.",
-            remedy="Leave --kv-dtype out for this model.",
-        )
     if k is not None or v is not None:
         own_width = params.num_kv_heads * params.head_dim
         both = [own for own in (k, v) if own is not None]

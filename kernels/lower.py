@@ -6,6 +6,7 @@ template covers. Called by the runtime's planner and by `verify`; must not know 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -429,7 +430,7 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
     where = _within_window(where, op, graph)
     element = (params.head_dim, DTYPE_BYTES[graph.type_of(q).dtype])
     limits = _limits(params, sinks)
-    hooks = _limit_hooks(params, where.step, sinks)
+    hooks = _limit_hooks(params, where.step, sinks, is_quantised=bool(kv_format))
     shared |= _values(("sinks",) * len(sinks), sinks)
     if where.step != "decode":
         arguments = {**shared, "query_start": f"value:{query_start}", "num_tokens": "size:T"}
@@ -443,9 +444,17 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
             arguments |= _values(("k", "v"), own)
             name = "attention_prefill_quantised"
             for schedule in attention_prefill_quantised_schedules(
-                page_size, kv_format, where.dims, where.machine
+                page_size, kv_format, where.dims, where.machine, is_limited=bool(limits)
             ):
-                yield Candidate("attention_prefill", name, shape, schedule, arguments)
+                yield Candidate(
+                    f"attention_prefill{limits}",
+                    name,
+                    shape,
+                    schedule,
+                    arguments,
+                    hooks=hooks,
+                    operands=("sinks",) * len(sinks),
+                )
             return
         prefill = Candidate(
             f"attention_prefill{limits}",
@@ -473,12 +482,17 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
     else:
         template = "attention_decode_quantised"
         schedules = attention_decode_quantised_schedules(
-            params.num_kv_heads, page_size, kv_format, where.dims, where.machine
+            params.num_kv_heads,
+            page_size,
+            kv_format,
+            where.dims,
+            where.machine,
+            is_limited=bool(limits),
         )
     for candidate in _split_attention(
         f"attention_decode{limits}", template, shape, shared, where, schedules
     ):
-        yield replace(candidate, hooks={} if kv_format else hooks, operands=("sinks",) * len(sinks))
+        yield replace(candidate, hooks=hooks, operands=("sinks",) * len(sinks))
 
 
 def _own_and_sinks(attention: Op) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -496,10 +510,13 @@ def _limits(params: ops.AttentionParams, sinks: Sequence[str]) -> str:
 
 
 def _limit_hooks(
-    params: ops.AttentionParams, step: str, sinks: Sequence[str]
+    params: ops.AttentionParams, step: str, sinks: Sequence[str], *, is_quantised: bool
 ) -> dict[str, tuple[str, ...]]:
     """Write the lines of a window, of a soft cap and of sinks; none where there is none."""
-    scores = _cap_lines(params)
+    # Scores are scaled later, but for those of a decode step with a quantised cache, which are
+    # in units of log2.
+    in_log2 = is_quantised and step == "decode"
+    scores = _cap_lines(params, params.scale if not in_log2 else math.log(2.0))
     window, newest = params.window, "context" if step == "decode" else "positions[:, None] + 1"
     if window:
         scores += (
@@ -520,7 +537,14 @@ def _limit_hooks(
             "best = tl.zeros_like(best) + sink  # [BLOCK_ROWS]",
             "total += 1.0  # [BLOCK_ROWS]",
         )
-    return {"FIRST_PAGE": _page_lines(params, step), "SCORES": scores, "SINKS": lines}
+    hooks = {"FIRST_PAGE": _page_lines(params, step), "SCORES": scores, "SINKS": lines}
+    if not is_quantised or step == "decode":
+        return hooks
+    own: tuple[str, ...] = ()
+    if window:
+        first = f"tl.maximum(first_query + 1 - {window}, 0)"
+        own = (f"first_own = {first} // BLOCK_TOKENS * BLOCK_TOKENS",)
+    return {**hooks, "FIRST_OWN": own}
 
 
 def _page_lines(params: ops.AttentionParams, step: str) -> tuple[str, ...]:
@@ -535,11 +559,11 @@ def _page_lines(params: ops.AttentionParams, step: str) -> tuple[str, ...]:
     )
 
 
-def _cap_lines(params: ops.AttentionParams) -> tuple[str, ...]:
+def _cap_lines(params: ops.AttentionParams, unit: float) -> tuple[str, ...]:
+    """Write the lines of a cap for scores of which 1 stands for `unit`."""
     if not params.soft_cap:
         return ()
-    # Scores are scaled later: what bends them is as much larger.
-    capped = soft_cap("scores", params.soft_cap / params.scale)
+    capped = soft_cap("scores", params.soft_cap / unit)
     return (
         f"# a score s counts as {params.soft_cap!r} tanh(s / {params.soft_cap!r})",
         f"scores = {capped}",
@@ -573,7 +597,12 @@ def _rope_limit_hooks(
             "best = new_best  # [BLOCK_H]",
         )
     pages = _page_lines(params, "decode")
-    return {"FIRST_PAGE": pages, "LIVE": live, "SCORES": _cap_lines(params), "SINKS": lines}
+    return {
+        "FIRST_PAGE": pages,
+        "LIVE": live,
+        "SCORES": _cap_lines(params, params.scale),
+        "SINKS": lines,
+    }
 
 
 def _format_fact(kv_format: str) -> dict[str, Fact]:

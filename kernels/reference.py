@@ -756,10 +756,9 @@ def attention(
     step = (block_table, seq_rows, query_start, context_lens)
     is_limited = bool(window or soft_cap) or sinks is not None
     if kv_format:
-        assert not is_limited, "the op's type rule refuses these over a quantised cache"
         assert open_pages is not None, "a quantised cache has open pages"
         cache = QuantisedCache(kv_format, k_cache, v_cache, *open_pages)
-        return _attend_quantised(q, cache, k, v, *step, scale)
+        return _attend_quantised(q, cache, k, v, *step, sinks, scale, window, soft_cap)
     if is_limited:
         return _attend_limited(q, k_cache, v_cache, *step, sinks, scale, window, soft_cap)
     page_size = k_cache.shape[2]
@@ -830,7 +829,10 @@ def _attend_quantised(
     seq_rows: torch.Tensor,
     query_start: torch.Tensor,
     context_lens: torch.Tensor,
+    sinks: torch.Tensor | None,
     scale: float,
+    window: int,
+    soft_cap_: float,
 ) -> torch.Tensor:
     """Attend to a quantised cache, sequence by sequence; see `attention`."""
     num_kv_heads, head_dim = cache.open_keys.shape[2:]
@@ -842,18 +844,12 @@ def _attend_quantised(
             if own is not None:
                 heads = own[start:stop].float().unflatten(-1, (num_kv_heads, head_dim))
                 cached[:, context - count :] = heads.transpose(0, 1)
-        keys, values = (cached[:, None] for cached in both)  # [G, 1, C, D] each
         query = q[start:stop].float().unflatten(-1, (num_kv_heads, -1, head_dim))
         query = query.permute(1, 2, 0, 3)  # [G, H / G, T', D]
-        group = (-1, query.shape[1], -1, -1)
-        mask = torch.ones(count, context, dtype=torch.bool, device=q.device)  # [T', C]
-        attended = F.scaled_dot_product_attention(
-            query,
-            keys.expand(group),
-            values.expand(group),
-            attn_mask=mask.tril(context - count),
-            scale=scale,
-        )  # [G, H / G, T', D]
+        first = _first_seen(context - count, window)
+        seen = torch.arange(first, context, device=q.device)  # [C']
+        keys, values = (cached[:, first:] for cached in both)  # [G, C', D] each
+        attended = _within_limits(query, keys, values, seen, sinks, scale, window, soft_cap_)
         out[start:stop] = attended.permute(2, 0, 1, 3).reshape(count, -1).to(q.dtype)
     return out
 
@@ -1028,28 +1024,49 @@ def _attend_limited(
         start, stop = starts[seq], starts[seq + 1]
         if row < 0 or context == 0 or start == stop:
             continue
-        prior = context - (stop - start)
-        first = max(prior - window + 1, 0) if window else 0
+        first = _first_seen(context - (stop - start), window)
         seen = torch.arange(first, context, device=q.device)  # [C']
         pages = block_table[row, seen // page_size].long()  # [C']
-        k = k_cache[pages, :, seen % page_size].permute(1, 2, 0)[:, None].to(dtype).float()
-        v = v_cache[pages, :, seen % page_size].transpose(0, 1)[:, None].to(dtype)  # [G, 1, C', D]
+        k = k_cache[pages, :, seen % page_size].transpose(0, 1).to(dtype)  # [G, C', D]
+        v = v_cache[pages, :, seen % page_size].transpose(0, 1).to(dtype)  # [G, C', D]
         query = q[start:stop].view(stop - start, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-        scores = query.float() @ k * scale  # [G, H / G, T', C']
-        if soft_cap_:
-            scores = soft_cap(scores, cap=soft_cap_)
-        position = torch.arange(prior, context, device=q.device)[:, None]  # [T', 1]
-        hidden = seen > position  # [T', C']
-        if window:
-            hidden |= seen <= position - window
-        scores = scores.masked_fill(hidden, -torch.inf)  # [G, H / G, T', C']
-        if sinks is not None:
-            sink = sinks.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
-            scores = torch.cat((scores, sink), dim=-1)  # [G, H / G, T', C' + 1]
-        weights = scores.softmax(dim=-1)[..., : len(seen)].to(dtype)  # [G, H / G, T', C']
-        attended = weights.float() @ v.float()  # [G, H / G, T', D]
+        attended = _within_limits(query, k, v, seen, sinks, scale, window, soft_cap_)
         out[start:stop] = attended.permute(2, 0, 1, 3).reshape(stop - start, -1).to(q.dtype)
     return out
+
+
+def _first_seen(prior: int, window: int) -> int:
+    """Give the first position that a token at position `prior` sees."""
+    return max(prior - window + 1, 0) if window else 0
+
+
+def _within_limits(
+    query: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int,
+    soft_cap_: float,
+) -> torch.Tensor:
+    """Attend from the last tokens of a sequence to the positions `seen`, with limits.
+
+    Shapes: query [G, H / G, T', D], k, v [G, C', D], seen i64[C'] -> f32[G, H / G, T', D].
+    """
+    scores = query.float() @ k[:, None].float().mT * scale  # [G, H / G, T', C']
+    if soft_cap_:
+        scores = soft_cap(scores, cap=soft_cap_)
+    position = seen[len(seen) - query.shape[2] :, None]  # [T', 1]
+    hidden = seen > position  # [T', C']
+    if window:
+        hidden |= seen <= position - window
+    scores = scores.masked_fill(hidden, -torch.inf)  # [G, H / G, T', C']
+    if sinks is not None:
+        sink = sinks.float().view(len(query), -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sink), dim=-1)  # [G, H / G, T', C' + 1]
+    weights = scores.softmax(dim=-1)[..., : len(seen)].to(v.dtype)  # [G, H / G, T', C']
+    return weights.float() @ v[:, None].float()  # [G, H / G, T', D]
 
 
 def _attend_decode(

@@ -588,7 +588,13 @@ def _attention_decode(
 
 
 def attention_decode_quantised_schedules(
-    num_kv_heads: int, page_size: int, kv_format: str, dims: Mapping[str, int], machine: str
+    num_kv_heads: int,
+    page_size: int,
+    kv_format: str,
+    dims: Mapping[str, int],
+    machine: str,
+    *,
+    is_limited: bool = False,
 ) -> Iterator[Schedule]:
     """Yield schedules of decode attention with a quantised cache: small tiles, two warps, deep."""
     within = page_size & -page_size  # a tile lies in a page
@@ -601,6 +607,9 @@ def attention_decode_quantised_schedules(
     splits = max(1, min(power_of_two(4 * NUM_MULTIPROCESSORS // programs), longest, 64))
     shapes = [(64, 2, 4), (64, 2, 3), (64, 4, 4), (64, 2, 5), (32, 1, 5), (32, 2, 5), (64, 1, 3)]
     shapes += [(128, 4, 3), (64, 4, 2)]
+    if is_limited:
+        # A window, a cap and sinks take registers: more warps come first, for they don't spill.
+        shapes.sort(key=lambda shape: -shape[1])
     fitting = [(tokens, warps, stages) for tokens, warps, stages in shapes if tokens <= within]
     if not fitting:
         fitting = [(within, 1, 6), (within, 2, 4)]
@@ -641,7 +650,12 @@ def _unpacks_by_ptx(kv_format: str, machine: str) -> bool:
 
 
 def attention_prefill_quantised_schedules(
-    page_size: int, kv_format: str, dims: Mapping[str, int], machine: str
+    page_size: int,
+    kv_format: str,
+    dims: Mapping[str, int],
+    machine: str,
+    *,
+    is_limited: bool = False,
 ) -> Iterator[Schedule]:
     """Yield schedules of prefill attention with a quantised cache for what came before."""
     use_ptx = _unpacks_by_ptx(kv_format, machine)
@@ -653,6 +667,10 @@ def attention_prefill_quantised_schedules(
     shapes = [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3), (128, 64, 8, 2)]
     if dims["T"] <= 64:
         shapes = [(64, 64, 4, 3), (16, 64, 4, 3), (32, 64, 4, 3)]
+    if is_limited:
+        # A window, a cap and sinks take registers, of which a warp of an AMD GPU may have twice as
+        # many in half as many warps: these tiles don't spill.
+        shapes = [(64, 64, 4 if machine.startswith("gfx") else 8, 2), *shapes]
     for block_rows, most_tokens, warps, stages in shapes:
         block_tokens = min(most_tokens, within)
         for pack_heads in (True, False):

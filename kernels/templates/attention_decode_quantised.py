@@ -334,6 +334,24 @@ def _combine_splits(
     tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def FIRST_PAGE(context, block_table_ptr):
+    """Leave out whole pages that nobody sees: give the length, and the table, without them."""
+    return context, block_table_ptr
+
+
+@triton.jit
+def SCORES(scores, tokens, context):
+    """Change the scores of a tile, in units of log2, before they are masked."""
+    return scores
+
+
+@triton.jit
+def SINKS(best, total, split, kv_head, heads):
+    """Begin the softmax of the first split with each head's sink: a score whose value is zero."""
+    return best, total
+
+
 # The step's metadata may be slices: their alignment must not select another compiled kernel.
 @triton.jit(
     do_not_specialize=["table_stride"],
@@ -388,6 +406,7 @@ def attention_decode_quantised(
     # wait for it; the queries and the newest keys and values can't.
     table_row = tl.load(seq_rows_ptr + seq)
     context = tl.where(table_row < 0, 0, tl.load(context_lens_ptr + seq))
+    context, block_table_ptr = FIRST_PAGE(context, block_table_ptr)
     chunk = tl.maximum(tl.cdiv(context, MAX_SPLITS), MIN_CHUNK_TOKENS)
     chunk = tl.cdiv(chunk, BLOCK_TOKENS) * BLOCK_TOKENS
     num_splits = tl.maximum(tl.cdiv(context, chunk), 1)
@@ -424,7 +443,9 @@ def attention_decode_quantised(
     least_sum = tl.zeros((BLOCK_H,), tl.float32)  # [BLOCK_H]
     acc = tl.zeros((BLOCK_H, BLOCK_W), tl.float32)  # [BLOCK_H, BLOCK_W]
     second_acc = tl.zeros((BLOCK_H, BLOCK_W), tl.float32)  # [BLOCK_H, BLOCK_W]
+    best, total = SINKS(best, total, split, kv_head, heads)
     for tile_start in range(start, full_stop, BLOCK_TOKENS):
+        tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
         keys, key_words, second_words, values, value_words = _load_tile(
             k_cache_ptr, v_cache_ptr, page, tile_start, kv_head,
             NUM_KV_HEADS, HEAD_DIM, WIDTH, PAGE_SIZE, BLOCK_TOKENS, BLOCK_W,
@@ -437,6 +458,7 @@ def attention_decode_quantised(
         else:
             k = _to_keys(keys, key_words, KV_FORMAT, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W]
             scores = tl.dot(q, tl.trans(k))  # [BLOCK_H, BLOCK_TOKENS]
+        scores = SCORES(scores, tokens, context)
         new_best = tl.maximum(best, tl.max(scores, 1))  # [BLOCK_H]
         rescale = tl.exp2(best - new_best)  # [BLOCK_H]
         weights = tl.exp2(scores - new_best[:, None])  # [BLOCK_H, BLOCK_TOKENS]
@@ -462,6 +484,7 @@ def attention_decode_quantised(
         if HAS_PLANES:
             second_k = tl.load(k_open_ptr + WIDTH + open_offsets, mask=loaded, other=0.0)
             scores = tl.dot(second_q, tl.trans(second_k), scores)  # [BLOCK_H, BLOCK_TOKENS]
+        scores = SCORES(scores, tokens, context)
         scores = tl.where(live[None, :], scores, float("-inf"))  # [BLOCK_H, BLOCK_TOKENS]
         new_best = tl.maximum(best, tl.max(scores, 1))  # [BLOCK_H]
         rescale = tl.exp2(best - new_best)  # [BLOCK_H]

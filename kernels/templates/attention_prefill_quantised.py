@@ -228,6 +228,30 @@ def _weigh(
 
 
 @triton.jit
+def FIRST_PAGE(context, num_queries, first_query, block_table_ptr):
+    """Leave out whole pages that nobody sees: give the length, and the table, without them."""
+    return context, block_table_ptr
+
+
+@triton.jit
+def FIRST_OWN(first_own, first_query):
+    """Leave out whole tiles of the step's own tokens that nobody sees."""
+    return first_own
+
+
+@triton.jit
+def SCORES(scores, tokens, positions):
+    """Change the scores of a tile before they are masked."""
+    return scores
+
+
+@triton.jit
+def SINKS(best, total, heads):
+    """Begin the softmax of each row with its head's sink: a score whose value is zero."""
+    return best, total
+
+
+@triton.jit
 def _attend_own(
     acc,
     second_acc,
@@ -236,6 +260,7 @@ def _attend_own(
     q,
     second_q,
     queries,
+    positions,
     k_ptr,
     v_ptr,
     tile_start,
@@ -248,7 +273,10 @@ def _attend_own(
     BLOCK_W: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add one tile of keys and values that are no codes to the running softmax; MASKED: causal."""
+    """Add one tile of keys and values that are no codes to the running softmax; MASKED: causal.
+
+    A row sees the tokens up to `queries`; it stands at `positions` itself, counted like the tokens.
+    """
     tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
     dims = tl.arange(0, BLOCK_W)
     mask = (dims < WIDTH)[None, :]  # [1, BLOCK_W]
@@ -262,6 +290,7 @@ def _attend_own(
         second_k = tl.load(k_ptr + WIDTH + offsets, mask=mask, other=0.0).to(q.dtype)
         second_v = tl.load(v_ptr + WIDTH + offsets, mask=mask, other=0.0).to(q.dtype)
         scores = tl.dot(second_q, tl.trans(second_k), scores)  # [BLOCK_ROWS, BLOCK_TOKENS]
+    scores = SCORES(scores, tokens, positions)
     if MASKED:
         visible = tokens[None, :] <= queries[:, None]  # [BLOCK_ROWS, BLOCK_TOKENS]
         scores = tl.where(visible, scores, float("-inf"))  # [BLOCK_ROWS, BLOCK_TOKENS]
@@ -347,6 +376,7 @@ def attention_prefill_quantised(
         return
     table_row = tl.load(seq_rows_ptr + seq)
     context = tl.where(table_row < 0, 0, tl.load(context_lens_ptr + seq))
+    context, block_table_ptr = FIRST_PAGE(context, num_queries, first_query, block_table_ptr)
 
     rows = tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, BLOCK_W)
@@ -374,12 +404,14 @@ def attention_prefill_quantised(
     # Query j stands at position prior + j and sees the keys up to and including its own. Padding
     # has no context: no keys, earlier or own.
     prior = tl.maximum(context - num_queries, 0)
+    positions = prior + queries  # [BLOCK_ROWS]
     stop = tl.where(context > 0, tl.minimum(first_query + BLOCK_Q, num_queries), 0)
     best = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)  # [BLOCK_ROWS]
     total = tl.zeros((BLOCK_ROWS,), tl.float32)  # [BLOCK_ROWS]
     least_sum = tl.zeros((BLOCK_ROWS,), tl.float32)  # [BLOCK_ROWS]
     acc = tl.zeros((BLOCK_ROWS, BLOCK_W), tl.float32)  # [BLOCK_ROWS, BLOCK_W]
     second_acc = tl.zeros((BLOCK_ROWS, BLOCK_W), tl.float32)  # [BLOCK_ROWS, BLOCK_W]
+    best, total = SINKS(best, total, heads)
     # Pages that this step has filled hold what came before it too.
     full_stop = tl.minimum(prior, context // PAGE_SIZE * PAGE_SIZE)
     if full_stop > 0:
@@ -399,8 +431,10 @@ def attention_prefill_quantised(
             else:
                 earlier_k = _to_keys(keys, key_words, KV_FORMAT, USE_PTX)
                 scores = tl.dot(q.to(tl.float16), tl.trans(earlier_k))
+            tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
+            scores = SCORES(scores, tokens, positions)
             # The step's own tokens may lie in the last of these pages.
-            live = tile_start + tl.arange(0, BLOCK_TOKENS) < prior  # [BLOCK_TOKENS]
+            live = tokens < prior  # [BLOCK_TOKENS]
             scores = tl.where(live[None, :], scores, float("-inf"))  # [BLOCK_ROWS, BLOCK_TOKENS]
             new_best = tl.maximum(best, tl.max(scores, 1) * SCALE_LOG2)  # [BLOCK_ROWS]
             rescale = tl.exp2(best - new_best)  # [BLOCK_ROWS]
@@ -421,23 +455,25 @@ def attention_prefill_quantised(
     newest = tl.zeros((BLOCK_ROWS,), tl.int32) + num_open - 1  # [BLOCK_ROWS]
     for tile_start in range(0, num_open, BLOCK_TOKENS):
         acc, second_acc, best, total = _attend_own(
-            acc, second_acc, best, total, q, second_q, newest, k_open_ptr + open_offset,
-            v_open_ptr + open_offset, tile_start, num_open, NUM_KV_HEADS, HEAD_DIM, WIDTH,
-            SCALE_LOG2, BLOCK_TOKENS, BLOCK_W, True,
+            acc, second_acc, best, total, q, second_q, newest, num_open + queries,
+            k_open_ptr + open_offset, v_open_ptr + open_offset, tile_start, num_open, NUM_KV_HEADS,
+            HEAD_DIM, WIDTH, SCALE_LOG2, BLOCK_TOKENS, BLOCK_W, True,
         )  # fmt: skip
 
     own_offset = start.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
     # Every row sees every key of the full tiles: no mask.
     full_stop = tl.minimum((first_query + 1) // BLOCK_TOKENS * BLOCK_TOKENS, stop)
-    for tile_start in range(0, full_stop, BLOCK_TOKENS):
+    first_own = 0
+    first_own = FIRST_OWN(first_own, first_query)
+    for tile_start in range(first_own, full_stop, BLOCK_TOKENS):
         acc, second_acc, best, total = _attend_own(
-            acc, second_acc, best, total, q, second_q, queries, k_ptr + own_offset,
+            acc, second_acc, best, total, q, second_q, queries, queries, k_ptr + own_offset,
             v_ptr + own_offset, tile_start, stop, NUM_KV_HEADS, HEAD_DIM, WIDTH, SCALE_LOG2,
             BLOCK_TOKENS, BLOCK_W, False,
         )  # fmt: skip
     for tile_start in range(full_stop, stop, BLOCK_TOKENS):
         acc, second_acc, best, total = _attend_own(
-            acc, second_acc, best, total, q, second_q, queries, k_ptr + own_offset,
+            acc, second_acc, best, total, q, second_q, queries, queries, k_ptr + own_offset,
             v_ptr + own_offset, tile_start, stop, NUM_KV_HEADS, HEAD_DIM, WIDTH, SCALE_LOG2,
             BLOCK_TOKENS, BLOCK_W, True,
         )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -85,15 +84,12 @@ def test_appending_and_attending_are_joined_as_the_golden_shows(
     assert record.dump == golden("ir/llama.decode.joined.fuse_rope_attention.ir")
 
 
-def _attending(
-    kv_format: str = "", *, has_sinks: bool = False, window: int = 0, soft_cap: float = 0.0
-) -> Graph:
-    b = GraphBuilder("limited", step="mixed", dtype="f32", page_size=16, kv_format=kv_format)
+def _with_sinks() -> Graph:
+    b = GraphBuilder("sinking", step="mixed", dtype="f32", page_size=16)
     x = b.embed(b.weight("embed", "embed", 32, 64))
     q, k, v = b.split(x, 32, 16, 16, name="q k v")
-    sinks = b.weight("sinks", "sinks", 2) if has_sinks else None
     heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "scale": 1.0}
-    y = b.attention(q, k, v, sinks, cache="kv.0", window=window, soft_cap=soft_cap, **heads)
+    y = b.attention(q, k, v, b.weight("sinks", "sinks", 2), cache="kv.0", **heads)
     return b.finish(b.linear(b.last_rows(y), b.weight("h", "h", 32, 32), out_dtype="f32"))
 
 
@@ -103,23 +99,15 @@ def test_operands_that_come_together_may_be_left_out_before_another() -> None:
     assert definition.present(8)[6:] == ("k", "v")
     assert definition.present(9)[6:] == ("k", "v", "sinks")
     assert not definition.present(5) and not definition.present(10)
-    graph = _attending(has_sinks=True)
+    graph = _with_sinks()
     (attention,) = [op for op in graph.ops if op.kind == "attention"]
     assert len(attention.inputs) == 7 and attention.inputs[-1] == "@sinks"
     verify(graph, "authored")
     assert parse_graph(print_graph(graph)) == graph
 
 
-@pytest.mark.parametrize("limit", [{"window": 4}, {"soft_cap": 2.0}, {"has_sinks": True}])
-def test_limits_of_attention_to_a_quantised_cache_are_refused(limit: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=r"window, a soft cap or sinks to a cache in int8") as told:
-        _attending("int8", **limit)
-    assert "--kv-dtype" in told.value.remedy
-    _attending(**limit)
-
-
 def test_sinks_are_one_score_a_head() -> None:
-    graph = _attending(has_sinks=True)
+    graph = _with_sinks()
     (op,) = [op for op in graph.ops if op.kind == "attention"]
     types = [graph.type_of(name) for name in op.inputs]
     with pytest.raises(ShapeError, match=r"sinks \[2\]"):

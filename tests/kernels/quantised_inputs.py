@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -37,7 +38,9 @@ class QuantisedInputs:
         """Give pages and open pages, as templates take them."""
         return tensors_of(self.cache)
 
-    def attend(self, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self, k: torch.Tensor | None = None, v: torch.Tensor | None = None, **limits: Any
+    ) -> torch.Tensor:
         """Give the reference's output [T, H * D]."""
         plain = self.plain
         num_heads, head_dim = plain.q.shape[1:]
@@ -57,6 +60,7 @@ class QuantisedInputs:
             scale=plain.scale,
             kv_format=self.cache.kv_format,
             open_pages=(self.cache.open_keys, self.cache.open_values),
+            **limits,
         )
 
 

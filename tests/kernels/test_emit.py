@@ -215,14 +215,17 @@ ATTENTION = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "scale": 0.062
         "attention_prefill",
         "attention_prefill_tma",
         "rope_attention_decode",
+        "attention_decode_quantised",
+        "attention_prefill_quantised",
     ],
 )
 @pytest.mark.parametrize("form", ["", "window__cap", "window__sinks"])
 def test_emitted_attention_is_golden(
     template: str, form: str, golden: Callable[[str], Golden]
 ) -> None:
-    step = "decode" if template.endswith("decode") else "mixed"
-    b = GraphBuilder("attending", step=step, dtype="bf16", page_size=64)
+    step = "decode" if "decode" in template else "mixed"
+    kv_format = "int8" if template.endswith("quantised") else ""
+    b = GraphBuilder("attending", step=step, dtype="bf16", page_size=64, kv_format=kv_format)
     x = b.embed(b.weight("embed", "embed", 32, 6144))
     q, k, v = b.split(x, 4096, 1024, 1024, name="q k v")
     limits = {"window": 4096 if "window" in form else 0, "soft_cap": 50.0 if "cap" in form else 0.0}

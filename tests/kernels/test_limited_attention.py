@@ -12,11 +12,13 @@ import torch
 from treadle.ir import fuse
 from treadle.ir.builder import GraphBuilder
 from treadle.ir.graph import Graph
+from treadle.ir.kv_cache import KV_FORMATS
 from treadle.kernels import reference
 from treadle.kernels.load import load_module, write_module
 from treadle.kernels.lower import Situation, lower
 
 from .paged_inputs import PagedInputs
+from .quantised_inputs import QuantisedInputs, draw_quantised
 from .test_attention import assert_same, draw_inputs
 from .test_rope_attention import draw_step
 
@@ -52,11 +54,13 @@ def sinks_of(inputs: PagedInputs, limits: Limits) -> torch.Tensor | None:
     return torch.linspace(-3.0, 5.0, num_heads).to(inputs.q) if limits.has_sinks else None
 
 
-def attending(inputs: PagedInputs, limits: Limits, step: str, rotary_dim: int) -> Graph:
+def attending(
+    inputs: PagedInputs, limits: Limits, step: str, rotary_dim: int, kv_format: str
+) -> Graph:
     """Write a graph that attends; with a `rotary_dim` q and k are rotated before."""
     num_heads, head_dim = inputs.q.shape[1:]
     num_kv_heads, page_size = inputs.k_cache.shape[1:3]
-    b = GraphBuilder("limited", step=step, dtype="f32", page_size=page_size)
+    b = GraphBuilder("limited", step=step, dtype="f32", page_size=page_size, kv_format=kv_format)
     widths = [heads * head_dim for heads in (num_heads, num_kv_heads, num_kv_heads)]
     x = b.embed(b.weight("embed", "embed", 8, sum(widths)))
     q, k, v = b.split(x, *widths, name="q k v")
@@ -87,11 +91,12 @@ def emit(
     folder: Path,
     *,
     rotary_dim: int = 0,
+    kv_format: str = "",
     **schedule: Any,
 ) -> ModuleType:
     """Emit a template with limits, with its first schedule, changed."""
-    step = "decode" if template.endswith("decode") else "mixed"
-    graph = attending(inputs, limits, step, rotary_dim)
+    step = "decode" if "decode" in template else "mixed"
+    graph = attending(inputs, limits, step, rotary_dim, kv_format)
     if rotary_dim:
         for rule in (fuse.fuse_rope_kv_write, fuse.fuse_rope_attention):
             graph, _ = rule(graph)
@@ -100,7 +105,7 @@ def emit(
     candidate = next(each for each in lower(op, graph, where) if each.template == template)
     suffixes = {"_window": limits.window, "_cap": limits.cap, "_sinks": limits.has_sinks}
     assert candidate.name.endswith("".join(name for name, is_on in suffixes.items() if is_on))
-    known = {"USE_PDL": False, "num_warps": 4, "num_stages": 1, **schedule}
+    known = {"USE_PDL": False, "USE_PTX": False, "num_warps": 4, "num_stages": 1, **schedule}
     changed = {key: known.get(key, value) for key, value in candidate.schedule.items()}
     candidate.schedule.update(changed)
     return load_module(write_module(candidate.emit(), "kernel", folder), "kernel")
@@ -232,6 +237,92 @@ def test_prefill_by_tma_sees_its_window_and_bends_its_scores(
     tiles = {"BLOCK_ROWS": 16, "BLOCK_TOKENS": 16, "PACK_HEADS": True}
     module = emit(inputs, "attention_prefill_tma", limits, tmp_path, **tiles)
     assert_same(run_prefill(inputs, module, limits), expected)
+
+
+QUANTISED = [LIMITS[0], LIMITS[2], LIMITS[4], LIMITS[-1]]
+QUANTISED_MODEL = (6, 2, 32, 16)
+
+
+def hide_old_blocks(inputs: QuantisedInputs, window: int) -> None:
+    """Poison the full pages that lie before the window of a sequence's first token of the step."""
+    plain = inputs.plain
+    for seq, row in enumerate(plain.seq_rows.tolist()):
+        start, stop = plain.query_start[seq : seq + 2].tolist()
+        prior = int(plain.context_lens[seq]) - (stop - start)
+        for page in plain.block_table[row, : max(prior - window + 1, 0) // PAGE].tolist():
+            inputs.cache.keys[page] = inputs.cache.values[page] = 0xFF
+
+
+def limits_of(inputs: PagedInputs, limits: Limits) -> dict[str, Any]:
+    sinks = sinks_of(inputs, limits)
+    return {"window": limits.window, "soft_cap": limits.cap, "sinks": sinks}
+
+
+@pytest.mark.parametrize("limits", QUANTISED)
+@pytest.mark.parametrize("kv_format", sorted(KV_FORMATS))
+def test_decode_with_a_quantised_cache_keeps_its_limits(
+    kv_format: str, limits: Limits, device: str, rng_seed: int, tmp_path: Path
+) -> None:
+    sequences = [(1, 17), (1, 90), (1, 0), (1, 48), (1, 3)]
+    inputs = draw_quantised(sequences, QUANTISED_MODEL, kv_format, device, rng_seed)
+    plain = inputs.plain
+    expected = inputs.attend(**limits_of(plain, limits))
+    if limits.window:
+        hide_old_blocks(inputs, limits.window)
+    tiles = {"BLOCK_TOKENS": 16, "MAX_SPLITS": 4, "MIN_CHUNK_TOKENS": 16}
+    template = "attention_decode_quantised"
+    module = emit(plain, template, limits, tmp_path, kv_format=kv_format, **tiles)
+    num_heads, head_dim = plain.q.shape[1:]
+    partials = plain.num_seqs * num_heads * 4
+    out, counters = plain.poisoned_out(), torch.zeros(plain.num_seqs * 2, dtype=torch.int32)
+    module.launch(
+        plain.q,
+        *inputs.caches,
+        plain.block_table,
+        plain.seq_rows,
+        plain.context_lens,
+        *([sinks_of(plain, limits)] if limits.has_sinks else []),
+        out,
+        torch.full((partials * head_dim,), float("nan"), device=device),
+        torch.full((partials,), float("nan"), device=device),
+        counters.to(device),
+        plain.num_seqs,
+    )
+    torch.testing.assert_close(out, expected, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize("limits", QUANTISED)
+@pytest.mark.parametrize("kv_format", sorted(KV_FORMATS))
+def test_prefill_with_a_quantised_cache_keeps_its_limits(
+    kv_format: str, limits: Limits, device: str, rng_seed: int, tmp_path: Path
+) -> None:
+    sequences = [(45, 45), (2, 0), (5, 70), (50, 60), (1, 40)]
+    inputs = draw_quantised(sequences, QUANTISED_MODEL, kv_format, device, rng_seed)
+    plain = inputs.plain
+    own = torch.Generator().manual_seed(rng_seed)
+    k, v = torch.randn(2, plain.num_tokens, 2 * 32, generator=own).to(plain.q)
+    expected = inputs.attend(k, v, **limits_of(plain, limits))
+    if limits.window:
+        hide_old_blocks(inputs, limits.window)
+    tiles = {"BLOCK_ROWS": 32, "BLOCK_TOKENS": 16, "PACK_HEADS": limits.cap > 0}
+    template = "attention_prefill_quantised"
+    module = emit(plain, template, limits, tmp_path, kv_format=kv_format, **tiles)
+    out = plain.poisoned_out()
+    module.launch(
+        plain.q,
+        k,
+        v,
+        *inputs.caches,
+        plain.block_table,
+        plain.seq_rows,
+        plain.query_start,
+        plain.context_lens,
+        *([sinks_of(plain, limits)] if limits.has_sinks else []),
+        out,
+        plain.num_tokens,
+        plain.num_seqs,
+    )
+    torch.testing.assert_close(out, expected, atol=4e-3, rtol=4e-3)
 
 
 @pytest.mark.parametrize("limits", LIMITS)

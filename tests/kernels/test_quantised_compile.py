@@ -40,7 +40,12 @@ def job(folder: Path, template: str, kv_format: str, target: str) -> Job:
         for own in (read.shape_facts, read.schedule_facts)
     )
     text = emit_module(
-        read, name=template, shape=shape, schedule=schedule, header=Header("a test.")
+        read,
+        name=template,
+        shape=shape,
+        schedule=schedule,
+        header=Header("a test."),
+        hooks=dict.fromkeys(read.hooks, ()),
     )
     path = folder / f"{template}_{kv_format}_{target}.py"
     path.write_text(text)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_llama
+from tests.checkpoints import make_family, make_llama
 from tests.runtime.serving import answer, answers, compile_tiny, serving
 from treadle.ir.errors import ArtifactError, ConfigError
 from treadle.ir.kv_cache import KV_FORMATS
@@ -135,7 +135,7 @@ def test_answers_are_near_those_of_the_plain_cache(artifact: Path, kv_format: st
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_interpreted_kernels_are_those_of_the_references(tmp_path: Path, kv_format: str) -> None:
     """Every launch of a mixed step and of a decode step, on an engine's own state."""
-    model = make_llama(tmp_path / "model", seed=3, num_layers=1)
+    model = make_llama(tmp_path / "model", seed=3, num_layers=2)
     sizes = {"target": "interpret", "max_rows": 2, "max_step_tokens": 24}
     made = compile_tiny(model, tmp_path / "artifact", kv_formats=(kv_format,), **sizes)
     loaded = load_artifact(made, ServeOptions(num_pages=8))
@@ -148,6 +148,28 @@ def test_interpreted_kernels_are_those_of_the_references(tmp_path: Path, kv_form
         graph = loaded.graphs[program.plan.form]
         checks = list(verify_program(program, graph, loaded.state, *size))
         assert "kv.0" in {check.result for check in checks}
+        assert [check for check in checks if not check.passed] == []
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "int4"])
+def test_interpreted_kernels_keep_windows_and_sinks(tmp_path: Path, kv_format: str) -> None:
+    """A layer with a window and one without, of prompts and answers that reach beyond it."""
+    sizes = {"head_dim": 16, "intermediate_size": 32, "num_local_experts": 2, "sliding_window": 5}
+    model = make_family(tmp_path / "model", "gpt_oss", num_experts_per_tok=1, **sizes)
+    engine = {"target": "interpret", "max_rows": 2, "max_step_tokens": 24}
+    made = compile_tiny(model, tmp_path / "artifact", kv_formats=(kv_format,), **engine)
+    loaded = load_artifact(made, ServeOptions(num_pages=8))
+    tokens, seqs = prepare_prompts(loaded, draw_prompts(2, (18, 5)))
+    for step, bucket, size in (("mixed", 24, (tokens, seqs)), ("decode", 2, (2, 2))):
+        program = loaded.programs[step, bucket]
+        assert isinstance(program, TritonProgram)
+        if step == "decode":
+            loaded.state.write_decode(2)
+        graph = loaded.graphs[program.plan.form]
+        checks = list(verify_program(program, graph, loaded.state, *size))
+        assert any(
+            "attention" in check.kernel and "window_sinks" in check.kernel for check in checks
+        )
         assert [check for check in checks if not check.passed] == []
 
 
