@@ -239,7 +239,7 @@ def _renamed(candidate: Candidate, names: Mapping[str, str]) -> Candidate:
     arguments = {}
     for parameter, text in candidate.arguments.items():
         kind, _, name = text.partition(":")
-        if kind in ("value", "keys", "values", "latents"):
+        if kind not in ("size", "scratch", "none"):
             name = names.get(name, name)
         arguments[parameter] = f"{kind}:{name}"
     return replace(candidate, arguments=arguments)

@@ -28,15 +28,21 @@ from treadle.runtime.planner import (
 )
 
 
-def compilation(target: str) -> Compilation:
+def compilation(target: str, kv_format: str = "") -> Compilation:
     engine = EngineConfig(
-        target, "f32", page_size=16, max_rows=8, max_step_tokens=64, max_context_tokens=128
+        target,
+        "f32",
+        page_size=16,
+        max_rows=8,
+        max_step_tokens=64,
+        max_context_tokens=128,
+        kv_format=kv_format,
     )
-    return build(from_hf(CONFIG), engine)
+    return build(from_hf({**CONFIG, "head_dim": 32} if kv_format else CONFIG), engine)
 
 
-def plan_for(target: str) -> tuple[Compilation, Plan]:
-    made = compilation(target)
+def plan_for(target: str, kv_format: str = "") -> tuple[Compilation, Plan]:
+    made = compilation(target, kv_format)
     return made, plan_programs(made.fused, made.engine)
 
 
@@ -71,10 +77,11 @@ def test_a_program_launches_the_ops_of_its_graph_in_order() -> None:
         assert {launch.kernel for launch in program.launches} <= set(plan.modules)
 
 
+@pytest.mark.parametrize("kv_format", ["", "int8"])
 def test_lowering_a_layer_s_op_once_gives_the_plan_of_lowering_each(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, kv_format: str
 ) -> None:
-    _, plan = plan_for("interpret")
+    _, plan = plan_for("interpret", kv_format)
     numbers, real = itertools.count(), planner._without_layer
 
     def each_alone(op: Op, *rest: Any) -> tuple[object, tuple[str, ...]]:
@@ -82,7 +89,7 @@ def test_lowering_a_layer_s_op_once_gives_the_plan_of_lowering_each(
         return (next(numbers), signature), names
 
     monkeypatch.setattr(planner, "_without_layer", each_alone)
-    assert plan_for("interpret")[1] == plan
+    assert plan_for("interpret", kv_format)[1] == plan
     assert next(numbers) == sum(len(program.launches) for program in plan.all_programs)
 
 
