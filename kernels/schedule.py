@@ -667,6 +667,9 @@ def attention_prefill_quantised_schedules(
     shapes = [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3), (128, 64, 8, 2)]
     if dims["T"] <= 64:
         shapes = [(64, 64, 4, 3), (16, 64, 4, 3), (32, 64, 4, 3)]
+    if machine.startswith("gfx"):
+        # Other tiles spill registers on gfx942, where a warp has 64 threads.
+        shapes = [(64, 32, 4, 3), (64, 32, 4, 2), (64, 64, 4, 3)]
     if is_limited:
         # A window, a cap and sinks take registers, of which a warp of an AMD GPU may have twice as
         # many in half as many warps: these tiles don't spill.

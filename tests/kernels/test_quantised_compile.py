@@ -23,6 +23,7 @@ TEMPLATES = (
 def job(folder: Path, template: str, kv_format: str, target: str) -> Job:
     """Emit a template in bf16 with a usual schedule and ask for `target`."""
     read = read_template(template)
+    is_prefill, is_amd = template == "attention_prefill_quantised", target == "gfx942"
     facts = {
         "NUM_HEADS": HEADS,
         "NUM_KV_HEADS": KV_HEADS,
@@ -32,7 +33,8 @@ def job(folder: Path, template: str, kv_format: str, target: str) -> Job:
         "KV_FORMAT": kv_format,
         "STORE_OWN": True,
         "USE_PTX": target.startswith("sm_") and (kv_format, target) != ("fp8", "sm_80"),
-        "num_warps": 8 if template == "attention_prefill_quantised" else 2,
+        "BLOCK_TOKENS": 32 if is_prefill and is_amd else 64,
+        "num_warps": 2 if not is_prefill else 4 if is_amd else 8,
         "num_stages": 2 if target == "gfx942" else 3,
     }
     shape, schedule = (

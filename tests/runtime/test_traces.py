@@ -22,7 +22,7 @@ from treadle.runtime.engine import Engine
 from treadle.runtime.request import SamplingParams
 
 NUM_PAGES = 10  # of 16 tokens: two of the longest requests
-MOST_PROMPT_TOKENS, MOST_NEW_TOKENS = 70, 40
+MOST_PROMPT_TOKENS, MOST_NEW_TOKENS = 70, 60
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def draw_trace(seed: int) -> list[Sent]:
     draw = random.Random(seed)
     stems = [[draw.randrange(320) for _ in range(MOST_PROMPT_TOKENS)] for _ in range(2)]
     trace = []
-    for _ in range(draw.randint(3, 7)):
+    for _ in range(draw.randint(4, 8)):
         stem = draw.choice(stems)
         prompt = stem[: draw.choice([0, 15, 16, 17, 32, 33, draw.randint(1, 60)])]
         prompt = prompt + [draw.randrange(320) for _ in range(draw.randint(1, 8))]
@@ -133,7 +133,7 @@ def test_random_traces_have_the_same_answers_with_a_cache_and_in_ten_pages(
     artifact: Path, rng_seed: int
 ) -> None:
     counted = asyncio.run(play(artifact, range(rng_seed, rng_seed + 8)))
-    assert min(counted.values()) > 0, counted
+    assert counted["evictions"] > 0 < counted["hit tokens"], counted
 
 
 @pytest.mark.slow
@@ -141,4 +141,4 @@ def test_200_random_traces_have_the_same_answers_with_a_cache_and_in_ten_pages(
     artifact: Path, rng_seed: int
 ) -> None:
     counted = asyncio.run(play(artifact, range(rng_seed, rng_seed + 200)))
-    assert min(counted.values()) > 100, counted
+    assert min(counted.values()) > 20, counted
