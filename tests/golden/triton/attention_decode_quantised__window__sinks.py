@@ -37,7 +37,7 @@ SCHEDULE = dict(
 
 
 @triton.jit
-def _load_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr):
+def tile_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr):
     """Give the page id of a tile."""
     return tl.load(pages_ptr + tile_start // PAGE_SIZE, mask=tile_start < stop, other=0).to(
         tl.int64
@@ -45,7 +45,7 @@ def _load_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(
+def load_codes(
     k_cache_ptr,
     v_cache_ptr,
     page,
@@ -89,19 +89,19 @@ def _load_tile(
 
 
 @triton.jit
-def _low_half(word):
+def low_half(word):
     """Give the f16 in the low half of a word."""
     return (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def _high_half(word):
+def high_half(word):
     """Give the f16 in the high half of a word."""
-    return _low_half(word >> 16)
+    return low_half(word >> 16)
 
 
 @triton.jit
-def _to_f16(codes, KV_FORMAT: tl.constexpr, USE_PTX: tl.constexpr):
+def to_f16(codes, KV_FORMAT: tl.constexpr, USE_PTX: tl.constexpr):
     """Give 1024 + code of int8, or the e4m3 number (over 256 without PTX), in f16."""
     if KV_FORMAT == "fp8":
         if USE_PTX:
@@ -141,7 +141,7 @@ def _to_f16(codes, KV_FORMAT: tl.constexpr, USE_PTX: tl.constexpr):
 
 
 @triton.jit
-def _to_f16_planes(codes, USE_PTX: tl.constexpr):
+def to_f16_planes(codes, USE_PTX: tl.constexpr):
     """Give 1024 + low nibble and 1024 + 16 * high nibble of each byte, in f16."""
     if USE_PTX:
         return tl.inline_asm_elementwise(
@@ -167,30 +167,30 @@ def _to_f16_planes(codes, USE_PTX: tl.constexpr):
 
 
 @triton.jit
-def _to_keys(codes, words, KV_FORMAT: tl.constexpr, USE_PTX: tl.constexpr):
+def to_keys(codes, words, KV_FORMAT: tl.constexpr, USE_PTX: tl.constexpr):
     """Give the keys of a tile in f16, [BLOCK_TOKENS, BLOCK_W], of one code a byte."""
-    scale = _low_half(words)  # [BLOCK_W]
+    scale = low_half(words)  # [BLOCK_W]
     if KV_FORMAT == "fp8":
         # The hardware converts to numbers, other GPUs to numbers over 256, which the scales mean.
-        numbers = _to_f16(codes, KV_FORMAT, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W]
+        numbers = to_f16(codes, KV_FORMAT, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W]
         if USE_PTX:
             scale = scale * (1.0 / 256.0)  # [BLOCK_W]
     else:
-        numbers = _to_f16(codes, KV_FORMAT, USE_PTX) - 1024.0  # [BLOCK_TOKENS, BLOCK_W]
-    return numbers * scale[None, :] + _high_half(words)[None, :]
+        numbers = to_f16(codes, KV_FORMAT, USE_PTX) - 1024.0  # [BLOCK_TOKENS, BLOCK_W]
+    return numbers * scale[None, :] + high_half(words)[None, :]
 
 
 @triton.jit
-def _to_key_planes(codes, words, second_words, USE_PTX: tl.constexpr):
+def to_key_planes(codes, words, second_words, USE_PTX: tl.constexpr):
     """Give the keys of a tile of int4 in f16: the first half of their features, the second."""
-    first, second = _to_f16_planes(codes, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W] each
-    first = (first - 1024.0) * _low_half(words)[None, :] + _high_half(words)[None, :]
-    second = (second - 1024.0) * (_low_half(second_words) * 0.0625)[None, :]
-    return first, second + _high_half(second_words)[None, :]
+    first, second = to_f16_planes(codes, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W] each
+    first = (first - 1024.0) * low_half(words)[None, :] + high_half(words)[None, :]
+    second = (second - 1024.0) * (low_half(second_words) * 0.0625)[None, :]
+    return first, second + high_half(second_words)[None, :]
 
 
 @triton.jit
-def _weigh(
+def weigh_values(
     acc, second_acc, least_sum, weights, rescale, values, words,
     KV_FORMAT: tl.constexpr, USE_PTX: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
@@ -199,26 +199,26 @@ def _weigh(
     if KV_FORMAT == "fp8":
         UNIT: tl.constexpr = LIFT / 256.0 if USE_PTX else LIFT
         scaled = (weights * (words.to(tl.float32) * UNIT)[None, :]).to(tl.float16)
-        acc = tl.dot(scaled, tl.trans(_to_f16(values, KV_FORMAT, USE_PTX)), acc)
+        acc = tl.dot(scaled, tl.trans(to_f16(values, KV_FORMAT, USE_PTX)), acc)
     elif KV_FORMAT == "int8":
         # What the bits add to a code is taken back in the same tile: nothing large remains in the
         # sums, and it costs no instruction.
         scaled = (weights * (words.to(tl.float32) * LIFT)[None, :]).to(tl.float16)
         added = 1152.0 * tl.sum(scaled.to(tl.float32), 1)[:, None]  # [rows, 1]
-        acc = tl.dot(scaled, tl.trans(_to_f16(values, KV_FORMAT, USE_PTX)), acc - added)
+        acc = tl.dot(scaled, tl.trans(to_f16(values, KV_FORMAT, USE_PTX)), acc - added)
     else:
-        scale, least = _low_half(words).to(tl.float32), _high_half(words).to(tl.float32)
+        scale, least = low_half(words).to(tl.float32), high_half(words).to(tl.float32)
         least_sum = least_sum * rescale + tl.sum(weights * least[None, :], 1)  # [rows]
         scaled = (weights * (scale * LIFT)[None, :]).to(tl.float16)
         added = 1024.0 * tl.sum(scaled.to(tl.float32), 1)[:, None]  # [rows, 1]
-        first, second = _to_f16_planes(values, USE_PTX)  # [BLOCK_W, BLOCK_TOKENS] each
+        first, second = to_f16_planes(values, USE_PTX)  # [BLOCK_W, BLOCK_TOKENS] each
         second_acc = tl.dot(scaled, tl.trans(second), second_acc * rescale[:, None] - added)
         acc = tl.dot(scaled, tl.trans(first), acc - added)  # [rows, BLOCK_W]
     return acc, second_acc, least_sum
 
 
 @triton.jit
-def _add_splits(
+def add_splits(
     acc,
     best,
     total,
@@ -260,7 +260,7 @@ def _add_splits(
 
 
 @triton.jit
-def _combine_splits(
+def combine_splits(
     partial_out_ptr,
     partial_lse_ptr,
     out_ptr,
@@ -280,7 +280,7 @@ def _combine_splits(
     total = tl.zeros((BLOCK_H,), tl.float32)  # [BLOCK_H]
     acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)  # [BLOCK_H, BLOCK_D]
     if MAX_SPLITS * TILE_SIZE <= 8192:
-        acc, best, total = _add_splits(
+        acc, best, total = add_splits(
             acc,
             best,
             total,
@@ -295,7 +295,7 @@ def _combine_splits(
     else:
         BLOCK_SPLITS: tl.constexpr = 2048 // TILE_SIZE if TILE_SIZE < 2048 else 1
         for first in tl.range(0, num_splits, BLOCK_SPLITS, num_stages=4):
-            acc, best, total = _add_splits(
+            acc, best, total = add_splits(
                 acc,
                 best,
                 total,
@@ -392,7 +392,7 @@ def attention_decode_window_sinks(
     # The page id of a tile is loaded one tile ahead: were it loaded for the same tile, the pipeline
     # would need two of its stages to fetch one tile.
     full_stop = tl.minimum(stop, context // PAGE_SIZE * PAGE_SIZE)
-    page = _load_page(pages_ptr, start, full_stop, PAGE_SIZE)
+    page = tile_page(pages_ptr, start, full_stop, PAGE_SIZE)
     if USE_PDL:
         # The first split of every sequence comes by here, so this kernel can't end before the
         # kernels it depends on.
@@ -417,17 +417,17 @@ def attention_decode_window_sinks(
     total += tl.where(split == 0, 1.0, 0.0)  # [BLOCK_H]
     for tile_start in range(start, full_stop, BLOCK_TOKENS):
         tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
-        keys, key_words, second_words, values, value_words = _load_tile(
+        keys, key_words, second_words, values, value_words = load_codes(
             k_cache_ptr, v_cache_ptr, page, tile_start, kv_head,
             NUM_KV_HEADS, HEAD_DIM, WIDTH, PAGE_SIZE, BLOCK_TOKENS, BLOCK_W,
         )  # fmt: skip
-        page = _load_page(pages_ptr, tile_start + BLOCK_TOKENS, full_stop, PAGE_SIZE)
+        page = tile_page(pages_ptr, tile_start + BLOCK_TOKENS, full_stop, PAGE_SIZE)
         if HAS_PLANES:
-            k, second_k = _to_key_planes(keys, key_words, second_words, USE_PTX)
+            k, second_k = to_key_planes(keys, key_words, second_words, USE_PTX)
             scores = tl.dot(q, tl.trans(k))  # [BLOCK_H, BLOCK_TOKENS]
             scores = tl.dot(second_q, tl.trans(second_k), scores)  # [BLOCK_H, BLOCK_TOKENS]
         else:
-            k = _to_keys(keys, key_words, KV_FORMAT, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W]
+            k = to_keys(keys, key_words, KV_FORMAT, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W]
             scores = tl.dot(q, tl.trans(k))  # [BLOCK_H, BLOCK_TOKENS]
         # Not infinite: a row may see nothing of its first tiles.
         seen = tokens[None, :] >= context - 4096
@@ -437,7 +437,7 @@ def attention_decode_window_sinks(
         weights = tl.exp2(scores - new_best[:, None])  # [BLOCK_H, BLOCK_TOKENS]
         total = total * rescale + tl.sum(weights, 1)  # [BLOCK_H]
         best = new_best  # [BLOCK_H]
-        acc, second_acc, least_sum = _weigh(
+        acc, second_acc, least_sum = weigh_values(
             acc, second_acc, least_sum, weights, rescale, values, value_words,
             KV_FORMAT, USE_PTX, LIFT,
         )  # fmt: skip
@@ -503,7 +503,7 @@ def attention_decode_window_sinks(
         if arrived == num_splits - 1:
             tl.debug_barrier()
             BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
-            _combine_splits(
+            combine_splits(
                 partial_out_ptr,
                 partial_lse_ptr,
                 out_ptr,
