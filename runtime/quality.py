@@ -106,7 +106,7 @@ def _page_bits(kv_format: str, tokens: int) -> float:
 def _paged(kv_format: str, tokens: int = PAGE_TOKENS) -> Form:
     """Give the form in which the cache stores pages of so many tokens."""
     return Form(
-        kv_format if tokens == PAGE_TOKENS else f"{kv_format}, pages of {tokens}",
+        kv_format if tokens == PAGE_TOKENS else f"{kv_format} with pages of {tokens}",
         partial(_by_page, kv_format=kv_format, are_keys=True, tokens=tokens),
         partial(_by_page, kv_format=kv_format, are_keys=False, tokens=tokens),
         _page_bits(kv_format, tokens),
@@ -126,17 +126,17 @@ FORMS: dict[str, Form] = {
         Form("bf16", _bf16, _bf16, 16.0),
         *map(_paged, KV_FORMATS),
         *(_paged("int4", tokens) for tokens in (16, 32)),
-        replace(_INT4, name="int4, first 8 tokens as they are", sink_tokens=8),
-        replace(_INT4, name="int4, first page as it is", sink_tokens=PAGE_TOKENS),
-        replace(_INT4, name="int4, values rotated", values=_rotated),
+        replace(_INT4, name="int4 with first 8 tokens as they are", sink_tokens=8),
+        replace(_INT4, name="int4 with first page as it is", sink_tokens=PAGE_TOKENS),
+        replace(_INT4, name="int4 with values rotated", values=_rotated),
         replace(
             _INT4,
-            name="int4, values in groups of 32",
+            name="int4 with values in groups of 32",
             values=partial(_grouped, size=32),
             bits=(4 + 32 / PAGE_TOKENS + 4 + 32 / 32) / 2,
         ),
-        replace(_INT4, name="int4, keys alone", values=_as_is),
-        replace(_INT4, name="int4, values alone", keys=_as_is),
+        replace(_INT4, name="int4 of keys alone", values=_as_is),
+        replace(_INT4, name="int4 of values alone", keys=_as_is),
         *(
             Form(
                 f"{name} by token",
@@ -147,7 +147,7 @@ FORMS: dict[str, Form] = {
             for name in KV_FORMATS
         ),
         Form(
-            "int4 by token, keys rotated",
+            "int4 by token with keys rotated",
             _rotated,
             partial(_by_token, kv_format="int4"),
             _token_bits("int4"),

@@ -41,7 +41,7 @@ def test_int8_keeps_gaussian_attention_within_two_percent() -> None:
 
 def test_outliers_ruin_int4_keys_by_token_and_not_those_by_channel() -> None:
     by_token = error("int4 by token", "outliers 50", quantises_values=False)
-    rotated = error("int4 by token, keys rotated", "outliers 50", quantises_values=False)
+    rotated = error("int4 by token with keys rotated", "outliers 50", quantises_values=False)
     by_channel = error("int4", "outliers 50", quantises_values=False)
     assert by_channel < 0.12 < rotated < by_token / 2
 
@@ -53,7 +53,7 @@ def test_outliers_cost_the_formats_of_the_cache_nothing(form: str) -> None:
 
 def test_no_format_of_four_bits_can_be_better_than_rate_distortion_allows() -> None:
     # A Gaussian source at R bits has a relative error of at least 2 ** -R.
-    assert error("int4, values alone", "gaussian") > 2**-4
+    assert error("int4 of values alone", "gaussian") > 2**-4
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
