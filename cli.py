@@ -509,6 +509,12 @@ def report_command() -> None:
     metavar="NAME",
     help="How it writes reasoning: auto, none, think, mistral, seed, harmony.",
 )
+@click.option(
+    "--embeddings",
+    type=click.Choice(["last", "mean"]),
+    help="Offer /v1/embeddings: the hidden state of a text's last token, or the mean of all. "
+    "Default: what the model's folder declares.",
+)
 @target_option
 @progress_option
 def serve_command() -> None:

@@ -555,6 +555,15 @@ def tokenize_section() -> list[str]:
     return table("endpoint | field | accepts | default | meaning", rows)
 
 
+def embedding_section() -> list[str]:
+    """List the fields of OpenAI's embeddings."""
+    rows = (
+        (f"`{name}`", _cell(accepts), f"`{default}`", _cell(doc))
+        for name, accepts, default, doc in schema.describe(schema.EmbeddingRequest)
+    )
+    return table("field | accepts | default | meaning", rows)
+
+
 def messages_section() -> list[str]:
     """List the fields of Anthropic's messages."""
     kind = messages_request.MessagesRequest
@@ -772,6 +781,7 @@ SECTIONS: dict[str, dict[str, Callable[[], list[str]]]] = {
         "fields without effect": functools.partial(fields_section, "without effect"),
         "unsupported fields": unsupported_section,
         "tokenize fields": tokenize_section,
+        "embedding fields": embedding_section,
         "parsers": parsers_section,
         "messages fields": messages_section,
         "responses fields": responses_section,

@@ -561,8 +561,11 @@ class GraphBuilder:
         """Keep the rows whose logits are wanted: the last token of each sequence."""
         return self.apply("gather_rows", x, self._step["sample_index"], name=name)[0]
 
-    def finish(self, logits: Value) -> Graph:
-        """Sample from the logits and give the graph, which returns the tokens and the logits."""
+    def finish(self, logits: Value, hidden: Value | None = None) -> Graph:
+        """Sample from the logits and give the graph, which returns the tokens and the logits.
+
+        And the rows that the logits were made of, where they are named: clients may ask for both.
+        """
         self.scope("")
         state = self._state
         (tokens,) = self.apply(
@@ -579,7 +582,7 @@ class GraphBuilder:
             tuple(self._inputs.values()),
             tuple(self._weights.values()),
             tuple(self._ops),
-            (tokens.name, logits.name),
+            (tokens.name, logits.name, *([hidden.name] if hidden else [])),
             tuple(self._values.values()),
         )
 

@@ -148,7 +148,7 @@ def decoder(
     b.scope("")
     x = b.last_rows(x, name="last")
     x = _norm(b, x, names.norm, "norm", norm_style, config.norm_eps, name="normed")
-    return b.finish(_logits(b, config, x, names))
+    return b.finish(_logits(b, config, x, names), x)
 
 
 def rope_table(b: GraphBuilder, config: ModelConfig) -> Value:

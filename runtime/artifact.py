@@ -29,7 +29,7 @@ from treadle.ir.errors import ArtifactError, ConfigError, MachineError
 from treadle.ir.files import write_whole
 from treadle.runtime.config import KV_DTYPES, EngineConfig
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 

@@ -42,8 +42,11 @@ class LoadedModel:
     scheduler: Scheduler
     max_model_len: int
     vocab_size: int
+    hidden_size: int
     summary: dict[str, str]
     count_jit_compiles: Callable[[], int]
+    # How hidden states become an embedding: last, mean, or empty where the model declares neither.
+    pooling: str = ""
     # Called when nothing refers to the model any more: gives freed memory back to the system.
     release_memory: Callable[[], None] = lambda: None
 
@@ -232,6 +235,16 @@ class Engine:
     def vocab_size(self) -> int:
         """The number of token ids the model knows."""
         return self.model.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """The features of a token's hidden state."""
+        return self.model.hidden_size
+
+    @property
+    def pooling(self) -> str:
+        """Say how hidden states become an embedding: last, mean, or empty for not at all."""
+        return self.model.pooling
 
     @property
     def ready(self) -> bool:

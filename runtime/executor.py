@@ -15,7 +15,7 @@ import torch
 from treadle.runtime.batch import BatchWriter, HostRing
 from treadle.runtime.host_times import LAUNCH, WRITE, HostTimes
 from treadle.runtime.logprobs import PendingLogprobs, Wish
-from treadle.runtime.request import TokenLogprobs
+from treadle.runtime.request import SamplingParams, TokenLogprobs
 from treadle.runtime.scheduler import SequenceState, StepPlan
 from treadle.runtime.state import DeviceState
 
@@ -24,7 +24,7 @@ class Program(Protocol):
     """Play one kind of step for up to its bucket's tokens."""
 
     def run(self, num_tokens: int, num_seqs: int) -> Mapping[str, torch.Tensor]:
-        """Run a step whose inputs lie in the state; give at least `tokens` and `logits`."""
+        """Run a step whose inputs lie in the state; give `tokens`, `logits`, `normed` at least."""
 
 
 class Mark(Protocol):
@@ -112,6 +112,8 @@ class Executor:
         wished = self._wished_slices
         # Taken out before they are adjusted in place.
         logits = None if wished is None else values["logits"][wished]
+        tells_hidden = any(wish.tells_hidden for wish in self._wishes)
+        hidden = values["normed"][wished] if tells_hidden else None
         if self._adjusts:
             step = "decode" if plan.is_decode_only else "mixed"
             values = self.resamples[step][bucket].run(plan.num_tokens, num_seqs)
@@ -119,7 +121,7 @@ class Executor:
         fetched[:num_seqs].copy_(values["tokens"][:num_seqs], non_blocking=True)
         logprobs = None
         if logits is not None:
-            logprobs = PendingLogprobs(self._wishes, logits, values["tokens"][wished])
+            logprobs = PendingLogprobs(self._wishes, logits, values["tokens"][wished], hidden)
         done: torch.cuda.Event | None = None
         if self._stream is not None:
             done = torch.cuda.Event()
@@ -136,32 +138,30 @@ class Executor:
         self._adjusts = any(sequence.adjusted for sequence in sampling)
         self._constrained = tuple(s for s in sampling if s.constraint is not None)
         wishes = [
-            Wish(
-                index,
-                sequence.request_id,
-                sequence.params.logprobs,
-                tells_logits=sequence.params.tells_logits,
-            )
+            _wish(index, sequence.request_id, sequence.params, sequence.params.logprobs)
             for index, sequence in enumerate(plan.decodes)
             if sequence.params.logprobs is not None
         ]
         for index, chunk in enumerate(plan.chunks, start=plan.num_decode):
             sequence, params = chunk.sequence, chunk.sequence.params
             if chunk.samples and params.logprobs is not None:
-                key, told = sequence.request_id, params.tells_logits
-                wishes.append(Wish(index, key, params.logprobs, tells_logits=told))
+                wishes.append(_wish(index, sequence.request_id, params, params.logprobs))
             elif chunk.scores:
                 assert params.prompt_logprobs is not None, "the scheduler scores for nobody else"
                 target = sequence.prompt_ids[chunk.stop]
                 place = (sequence.request_id, chunk.stop)
-                wishes.append(
-                    Wish(index, place, params.prompt_logprobs, target, params.tells_logits)
-                )
+                wishes.append(_wish(index, place, params, params.prompt_logprobs, target))
         self._wishes = tuple(wishes)
         self._wished_slices = None
         if self._wishes:
             indices = [wish.slice_index for wish in self._wishes]
             self._wished_slices = torch.tensor(indices, device=self.state.packed.device)
+
+
+def _wish(
+    index: int, key: Hashable, params: SamplingParams, num_top: int, target: int = -1
+) -> Wish:
+    return Wish(index, key, num_top, target, params.tells_logits, params.tells_hidden)
 
 
 def _smallest(programs: Mapping[int, Program], needed: int) -> int:

@@ -30,6 +30,7 @@ from treadle.runtime.engine import LoadedModel
 from treadle.runtime.executor import Executor, Program
 from treadle.runtime.pages import PagePool
 from treadle.runtime.planner import PLAN, RESAMPLE, Plan, bucket_dims, read_plan
+from treadle.runtime.pooling import read_pooling
 from treadle.runtime.quick_steps import pack_weights
 from treadle.runtime.reference_program import ReferenceProgram
 from treadle.runtime.scheduler import Scheduler
@@ -56,6 +57,7 @@ class ServeOptions:
 
     `kv_dtype` is the KV cache's, one that the artifact was compiled for; empty for its first.
     `model_path` replaces the path in the manifest, for artifacts that moved with their weights.
+    `pooling`: how hidden states become an embedding, last or mean; empty: as the model declares.
     """
 
     kv_bytes: int = 0
@@ -64,6 +66,7 @@ class ServeOptions:
     prefix_cache: bool = True
     max_waiting: int = 1024
     model_path: str = ""
+    pooling: str = ""
 
 
 def check_fits(artifact: Artifact, checkpoint: Checkpoint) -> None:
@@ -228,6 +231,8 @@ def load_model(
         resamples["decode"] = capture_decode(loaded.resamples)
         timer.begin("warming up")
         _warm_up(loaded)
+    warnings = [*loaded.warnings]
+    pooling = options.pooling or read_pooling(loaded.checkpoint.path, warnings.append)
     num_pages = state.dims["P"]
     scheduler = Scheduler(
         PagePool(num_pages, config.page_size, prefix_cache=options.prefix_cache),
@@ -249,8 +254,10 @@ def load_model(
         "largest batch": f"{config.max_rows} requests, {config.max_step_tokens} tokens a step",
         "start-up": timer.finish(),
     }
-    if loaded.warnings:
-        summary["warning"] = "; ".join(loaded.warnings)
+    if pooling:
+        summary["embeddings"] = f"{pooling} of the hidden states"
+    if warnings:
+        summary["warning"] = "; ".join(warnings)
     return LoadedModel(
         name=manifest.model_name,
         tokenizer=tokenizer,
@@ -258,6 +265,8 @@ def load_model(
         scheduler=scheduler,
         max_model_len=config.max_context_tokens,
         vocab_size=int(loaded.checkpoint.config["vocab_size"]),
+        hidden_size=loaded.graphs["mixed"].type_of("normed").size(1),
+        pooling=pooling,
         summary=summary,
         count_jit_compiles=count_compiles(),
         release_memory=_release_memory,

@@ -26,7 +26,7 @@ class Wish:
     """Say that a slice's token is asked about, for how many likeliest ones; `key` names the answer.
 
     `target` is the token asked about; -1: the one that is sampled. `tells_logits`: the row of
-    logits too.
+    logits too; `tells_hidden`: the row of hidden states that they were made of.
     """
 
     slice_index: int
@@ -34,6 +34,7 @@ class Wish:
     num_top: int
     target: int = -1
     tells_logits: bool = False
+    tells_hidden: bool = False
 
 
 def log_probabilities(
@@ -53,10 +54,17 @@ def log_probabilities(
 class PendingLogprobs:
     """Hold a step's answers to `wishes` while they are on their way from the device.
 
-    Shapes: a row per wish: logits f32[N, V], as the model gave them, and tokens i32[N].
+    Shapes: a row per wish: logits f32[N, V], as the model gave them, tokens i32[N], and the last
+    hidden states [N, D], which may be left out where no wish asks for them.
     """
 
-    def __init__(self, wishes: Sequence[Wish], logits: torch.Tensor, tokens: torch.Tensor) -> None:
+    def __init__(
+        self,
+        wishes: Sequence[Wish],
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor | None = None,
+    ) -> None:
         self._wishes = wishes
         num_top = max(wish.num_top for wish in wishes)
         chosen_ids = tokens
@@ -66,16 +74,13 @@ class PendingLogprobs:
             chosen_ids = torch.where(asked >= 0, asked, chosen_ids)
         found = (chosen_ids, *log_probabilities(logits.float(), chosen_ids, num_top))
         self._fetched = [_fetch(tensor) for tensor in found]
-        self._told = [index for index, wish in enumerate(wishes) if wish.tells_logits]
-        self._logits = _fetch(logits[self._told].float()) if self._told else None
+        self._logits = _Rows(logits, [wish.tells_logits for wish in wishes])
+        self._hidden = _Rows(hidden, [wish.tells_hidden for wish in wishes])
 
     def take(self) -> dict[Hashable, TokenLogprobs]:
         """Give the answers by their keys, once the step is known to be done."""
         chosen_ids, chosen, largest, ids = (tensor.tolist() for tensor in self._fetched)
-        rows: dict[int, np.ndarray] = {}
-        if self._logits is not None:
-            # Copied: what is pinned is scarce, and a client may keep a row for long.
-            rows = dict(zip(self._told, self._logits.numpy().copy(), strict=True))
+        logits, hidden = self._logits.take(), self._hidden.take()
         answers: dict[Hashable, TokenLogprobs] = {}
         for index, wish in enumerate(self._wishes):
             pairs = zip(ids[index][: wish.num_top], largest[index], strict=False)
@@ -83,9 +88,28 @@ class PendingLogprobs:
                 chosen_ids[index],
                 _finite(chosen[index]),
                 tuple((token, _finite(value)) for token, value in pairs),
-                rows.get(index),
+                logits.get(index),
+                hidden.get(index),
             )
         return answers
+
+
+class _Rows:
+    """Fetch the rows of a tensor that are told, as f32."""
+
+    def __init__(self, tensor: torch.Tensor | None, is_told: Sequence[bool]) -> None:
+        self._indices = [index for index, told in enumerate(is_told) if told]
+        self._fetched: torch.Tensor | None = None
+        if self._indices:
+            assert tensor is not None, "rows that a wish asks for are given"
+            self._fetched = _fetch(tensor[self._indices].float())
+
+    def take(self) -> dict[int, np.ndarray]:
+        """Give the rows by index, once the step is known to be done."""
+        if self._fetched is None:
+            return {}
+        # Copied: what is pinned is scarce, and a client may keep a row for long.
+        return dict(zip(self._indices, self._fetched.numpy().copy(), strict=True))
 
 
 def _fetch(tensor: torch.Tensor) -> torch.Tensor:

@@ -566,6 +566,7 @@ def _chunk(work: _Work, delta: Delta) -> Response:
         token_ids=list(delta.token_ids),
         logprobs=[dict((*one.top, (one.token_id, one.logprob))) for one in delta.logprobs] or None,
         logit_rows=[one.logits for one in scored if one.logits is not None],
+        hidden_rows=[one.hidden for one in scored if one.hidden is not None],
         index=work.index,
         choice=work.choice,
         cached_tokens=delta.usage.cached_tokens,

@@ -147,6 +147,7 @@ class GenerationConfig:
     temperature and all else. `n`: so many answers to each prompt, with seeds of their own.
     `output_logits`: generation, for the logits that each token of the answer was drawn from, or
     all, for those of the prompt's tokens after the first before them; `logprobs` come with them.
+    `output_last_hidden_state`: the same for what the logits are made of, the final norm's output.
     Fields that are marked only take their defaults so far.
     """
 
@@ -175,7 +176,7 @@ class GenerationConfig:
     response_format: Any = None
     logits_processors: Any = field(default=None, metadata=NOT_YET)
     output_logits: str | None = None
-    output_last_hidden_state: str | None = field(default=None, metadata=NOT_YET)
+    output_last_hidden_state: str | None = None
     return_ppl: bool = field(default=False, metadata=NOT_YET)
     repetition_ngram_size: int = field(default=0, metadata=NOT_YET)
     repetition_ngram_threshold: int = field(default=0, metadata=NOT_YET)
@@ -208,11 +209,20 @@ class GenerationConfig:
             raise RequestError(
                 f"Expected `n` to be a whole number from 1, found {show_value(self.n)}.", param="n"
             )
-        if self.output_logits not in (None, "generation", "all"):
+        for name in ("output_logits", "output_last_hidden_state"):
+            if getattr(self, name) not in (None, "generation", "all"):
+                raise RequestError(
+                    f"Expected `{name}` to be None, 'generation' or 'all', found "
+                    f"{show_value(getattr(self, name))}.",
+                    param=name,
+                )
+        wanted = {self.output_logits, self.output_last_hidden_state} - {None}
+        if len(wanted) > 1:
             raise RequestError(
-                "Expected `output_logits` to be None, 'generation' or 'all', found "
-                f"{show_value(self.output_logits)}.",
-                param="output_logits",
+                "Expected `output_logits` and `output_last_hidden_state` of the same tokens, found "
+                f"{self.output_logits!r} and {self.output_last_hidden_state!r}.",
+                remedy="Ask for `all` of both.",
+                param="output_last_hidden_state",
             )
         params = SamplingParams(
             max_tokens=self.max_new_tokens,
@@ -234,9 +244,10 @@ class GenerationConfig:
             bad_token_ids=_as_tuple("bad_token_ids", self.bad_token_ids),
             bad_words=_as_tuple("bad_words", self.bad_words),
             structure=_read_form(self.response_format),
-            logprobs=self.logprobs if self.output_logits is None else self.logprobs or 0,
-            prompt_logprobs=0 if self.output_logits == "all" else None,
+            logprobs=self.logprobs or 0 if wanted else self.logprobs,
+            prompt_logprobs=0 if "all" in wanted else None,
             tells_logits=self.output_logits is not None,
+            tells_hidden=self.output_last_hidden_state is not None,
         )
         try:
             params.validate()
@@ -309,8 +320,9 @@ class Response:
     `index`: the prompt's place in the list; `choice`: which of its `n` answers. The numbers of
     tokens count the answer up to here, with the token that ended it. `logprobs`, where asked for,
     has for each token a map of the likeliest tokens and of itself to their log probabilities;
-    `logit_rows` a row of numpy per token, f32[V], and `logits` gives all of them. With the reason
-    `error`, `error_code` and `error_message` say why.
+    `logit_rows` a row of numpy per token, f32[V], and `logits` gives all of them; so do
+    `hidden_rows`, f32[D], and `last_hidden_state`. With the reason `error`, `error_code` and
+    `error_message` say why.
     """
 
     text: str = ""
@@ -326,23 +338,24 @@ class Response:
     error_code: str | None = None
     error_message: str | None = None
     logit_rows: list[Any] = field(default_factory=list, repr=False)
+    hidden_rows: list[Any] = field(default_factory=list, repr=False)
 
     @property
     def logits(self) -> torch.Tensor | None:
         """The rows as one tensor, f32[N, V], or None where they were not asked for."""
-        if not self.logit_rows:
-            return None
-        # Scripts import this module for its names alone, which should take no time.
-        import numpy as np
-        import torch
+        return _stack(self.logit_rows)
 
-        return torch.from_numpy(np.stack(self.logit_rows))
+    @property
+    def last_hidden_state(self) -> torch.Tensor | None:
+        """The rows as one tensor, f32[N, D], or None where they were not asked for."""
+        return _stack(self.hidden_rows)
 
     def extend(self, other: Response) -> Response:
         """Add a stream's next chunk to this answer, and give the answer."""
         self.text += other.text
         self.token_ids += other.token_ids
         self.logit_rows += other.logit_rows
+        self.hidden_rows += other.hidden_rows
         if other.logprobs is not None:
             self.logprobs = (self.logprobs or []) + other.logprobs
         self.generate_token_len = other.generate_token_len
@@ -351,3 +364,13 @@ class Response:
         self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
         self.error_code, self.error_message = other.error_code, other.error_message
         return self
+
+
+def _stack(rows: Sequence[Any]) -> torch.Tensor | None:
+    if not rows:
+        return None
+    # Scripts import this module for its names alone, which should take no time.
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.stack(rows))

@@ -78,7 +78,8 @@ class SamplingParams:
     `shown_token_ids`: special tokens that the text shows, as the marks of a tool call.
     `logprobs`: tell the log probability of each token, and of this many likeliest; None: of none.
     `prompt_logprobs`: the same for the prompt, which then takes a slice of a step per token.
-    `tells_logits`: with either, give the logits of those places too.
+    `tells_logits`: with either, give the logits of those places too; `tells_hidden`: the final
+    norm's output, of which they are made.
     """
 
     max_tokens: int | None = None
@@ -108,6 +109,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     tells_logits: bool = False
+    tells_hidden: bool = False
 
     def validate(self) -> SamplingParams:
         """Return these parameters if every one is in range.
@@ -210,13 +212,15 @@ class Usage(NamedTuple):
 class TokenLogprobs:
     """Hold the log probability of a token, and of the likeliest ones at its place, best first.
 
-    `logits`, where asked for: what the model gave for that place, f32[V] of numpy.
+    `logits`, where asked for: what the model gave for that place, f32[V] of numpy; `hidden`: the
+    last hidden state that it made them of, after the final norm, f32[D].
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     logits: Any = field(default=None, compare=False, repr=False)
+    hidden: Any = field(default=None, compare=False, repr=False)
 
 
 class Delta(NamedTuple):
@@ -359,7 +363,8 @@ class Engine(Protocol):
     """Name what a front end may ask of an engine, and nothing else.
 
     `model_name`, `ready`, `phase`, `failure` and `stats()` answer from construction on;
-    `tokenizer`, `max_model_len` and `vocab_size` once `start` has returned. `failure` is what
+    `tokenizer`, `max_model_len`, `vocab_size`, `hidden_size` and `pooling` (last, mean, or empty
+    where the model declares none) once `start` has returned. `failure` is what
     broke the engine for good.
     """
 
@@ -371,6 +376,10 @@ class Engine(Protocol):
     def max_model_len(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def pooling(self) -> str: ...
     @property
     def ready(self) -> bool: ...
     @property

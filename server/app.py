@@ -26,6 +26,7 @@ from treadle.server import (
     chat,
     completions,
     cors,
+    embeddings,
     health,
     messages,
     models,
@@ -72,6 +73,7 @@ LINGER_S = 0.5
 ENDPOINTS = (
     chat,
     completions,
+    embeddings,
     responses,
     messages,
     models,

@@ -40,6 +40,7 @@ def run_serve(
     cors_origin: tuple[str, ...],
     tool_parser: str,
     reasoning_parser: str,
+    embeddings: str | None,
     kv_memory: int,
     num_pages: int,
     kv_dtype: str,
@@ -74,6 +75,7 @@ def run_serve(
         prefix_cache=prefix_cache,
         max_waiting=max_waiting,
         model_path=model_path,
+        pooling=embeddings or "",
     )
     server_options = ServerOptions(
         api_keys=(*api_key, *keys_of_file) or knobs.api_keys(),

@@ -1,7 +1,6 @@
 """Endpoints that are no other vendor's: /generate, /get_ppl, /v1/encode, /abort_request.
 
-And those that clients ask for and the engine can't do, which are refused with the reason. Must not
-know how tokens are made. `server/app.py` adds the routes.
+Must not know how tokens are made. `server/app.py` adds the routes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from treadle.server.answers import Answer, Step, Work, collect_answer, submitted
 from treadle.server.errors import error_event, log_fault
 from treadle.server.native_request import (
     DEFAULT_GENERATE_TOKENS,
-    MAX_LOGITS_BYTES,
+    MAX_ROWS_BYTES,
     AbortRequest,
     EncodeRequest,
     GenerateTextRequest,
@@ -41,7 +40,6 @@ def add_routes(app: web.Application) -> None:
     app.router.add_post("/get_ppl", get_perplexity)
     app.router.add_post("/v1/encode", encode)
     app.router.add_post("/abort_request", abort_request)
-    app.router.add_post("/v1/embeddings", create_embeddings)
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -62,7 +60,9 @@ async def generate(request: web.Request) -> web.StreamResponse:
         max_tokens_param=body.max_tokens_param,
     )
     if body.output_logits is not None:
-        _check_logits(engine, len(prompt_ids), fitted)
+        _check_rows("output_logits", engine.vocab_size, len(prompt_ids), fitted)
+    if body.output_last_hidden_state is not None:
+        _check_rows("output_last_hidden_state", engine.hidden_size, len(prompt_ids), fitted)
     work = Work(prompt_ids, _continue_text(engine, prompt_ids, fitted))
     name = f"gen-{uuid.uuid4().hex}"
     with submitted(request, [work], 1, name, "generate", start_s) as (answer,):
@@ -72,18 +72,18 @@ async def generate(request: web.Request) -> web.StreamResponse:
     return web.json_response(_describe(name, whole, body.return_logprob))
 
 
-def _check_logits(engine: Engine, prompt_tokens: int, params: SamplingParams) -> None:
-    """Refuse an answer whose logits would be too large. Raises: RequestError."""
+def _check_rows(param: str, columns: int, prompt_tokens: int, params: SamplingParams) -> None:
+    """Refuse an answer whose logits or hidden states would be too large. Raises: RequestError."""
     most = params.max_tokens or 0
     if params.prompt_logprobs is not None:
         most += prompt_tokens - 1
-    size_bytes = 4 * most * engine.vocab_size
-    if size_bytes > MAX_LOGITS_BYTES:
+    size_bytes = 4 * most * columns
+    if size_bytes > MAX_ROWS_BYTES:
         raise RequestError(
-            f"Expected `output_logits` of at most {MAX_LOGITS_BYTES} bytes, found that {most} rows "
-            f"of {engine.vocab_size} take {size_bytes}.",
+            f"Expected `{param}` of at most {MAX_ROWS_BYTES} bytes, found that {most} rows of "
+            f"{columns} take {size_bytes}.",
             remedy="Lower `max_tokens`, or use the offline pipeline, which has no such limit.",
-            param="output_logits",
+            param=param,
             code="invalid_value",
         )
 
@@ -118,15 +118,17 @@ def _describe(name: str, step: Step, tells_logprobs: bool) -> dict[str, Any]:
         "cached_tokens": usage.cached_tokens,
         "finish_reason": reason,
     }
-    rows = [
-        one.logits for one in (*delta.prompt_logprobs, *delta.logprobs) if one.logits is not None
-    ]
-    if rows:
-        told["output_logits"] = {
-            "dtype": "float32",
-            "shape": [len(rows), len(rows[0])],
-            "base64": base64.b64encode(b"".join(row.tobytes() for row in rows)).decode(),
-        }
+    scored = (*delta.prompt_logprobs, *delta.logprobs)
+    for field, rows in (
+        ("output_logits", [one.logits for one in scored if one.logits is not None]),
+        ("output_last_hidden_state", [one.hidden for one in scored if one.hidden is not None]),
+    ):
+        if rows:
+            told[field] = {
+                "dtype": "float32",
+                "shape": [len(rows), len(rows[0])],
+                "base64": base64.b64encode(b"".join(row.tobytes() for row in rows)).decode(),
+            }
     if delta.logprobs and tells_logprobs:
         told["output_token_logprobs"] = [[one.logprob, one.token_id] for one in delta.logprobs]
         told["output_top_logprobs"] = [
@@ -209,21 +211,3 @@ async def abort_request(request: web.Request) -> web.Response:
     }
     num_aborted = sum(answer.cancel() for answer in found.values())
     return web.json_response({"aborted": num_aborted})
-
-
-# --- what can't be done ---------------------------------------------------------------------------
-
-
-async def create_embeddings(request: web.Request) -> web.Response:
-    """Refused: no model declares embeddings."""
-    raise _not_offered(
-        "/v1/embeddings",
-        "the model that is served was made to write text and declares no embeddings.",
-        "Serve an embedding model elsewhere.",
-    )
-
-
-def _not_offered(route: str, reason: str, remedy: str) -> RequestError:
-    return RequestError(
-        f"{route} is not offered here: {reason}", remedy=remedy, code="unsupported_endpoint"
-    )

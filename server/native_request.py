@@ -15,7 +15,7 @@ from treadle.server.schema import MAX_TOKEN_IDS, GenerateRequest, Request
 
 _IDS = list_of(whole(0, INT32_MAX), MAX_TOKEN_IDS, 1)
 DEFAULT_GENERATE_TOKENS = 128
-MAX_LOGITS_BYTES = 64 * 2**20
+MAX_ROWS_BYTES = 64 * 2**20  # of an answer's logits or hidden states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,12 @@ class GenerateTextRequest(GenerateRequest):
         one_of("generation", "all"),
         None,
         doc="Give the logits that each token of the answer was drawn from, or before them those of "
-        f"the prompt's tokens after the first; at most {MAX_LOGITS_BYTES >> 20} MiB of them.",
+        f"the prompt's tokens after the first; at most {MAX_ROWS_BYTES >> 20} MiB of them.",
+    )
+    output_last_hidden_state: str | None = declare(
+        one_of("generation", "all"),
+        None,
+        doc="Give what those logits are made of, the final norm's output, of the same tokens.",
     )
 
     def check(self) -> None:
@@ -57,20 +62,35 @@ class GenerateTextRequest(GenerateRequest):
                 param="n",
                 code="invalid_value",
             )
+        if len(self._told) > 1:
+            raise RequestError(
+                "Expected `output_logits` and `output_last_hidden_state` of the same tokens, found "
+                f"{self.output_logits} and {self.output_last_hidden_state}.",
+                remedy="Ask for `all` of both.",
+                param="output_last_hidden_state",
+                code="invalid_value",
+            )
         super().check()
+
+    @property
+    def _told(self) -> set[str]:
+        """The tokens whose logits or hidden states are told."""
+        asked = (self.output_logits, self.output_last_hidden_state)
+        return {tokens for tokens in asked if tokens is not None}
 
     def sampling(self) -> SamplingParams:
         """Give the engine's parameters."""
         params = super().sampling()
         if self.return_logprob:
             params = replace(params, logprobs=self.top_logprobs_num)
-        if self.output_logits is None:
+        if not self._told:
             return params
         return replace(
             params,
             logprobs=params.logprobs or 0,
-            prompt_logprobs=0 if self.output_logits == "all" else None,
-            tells_logits=True,
+            prompt_logprobs=0 if "all" in self._told else None,
+            tells_logits=self.output_logits is not None,
+            tells_hidden=self.output_last_hidden_state is not None,
         )
 
 

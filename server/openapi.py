@@ -28,6 +28,7 @@ from treadle.server.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     Request,
     TokenizeRequest,
     other_fields,
@@ -38,6 +39,7 @@ from treadle.server.state import OPEN_ROUTES
 BODIES: dict[str, type[Request]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
@@ -54,6 +56,7 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     "/v1/models/{id}": ("id", "object", "created", "owned_by"),
     "/v1/chat/completions": ("id", "object", "created", "model", "choices", "usage"),
     "/v1/completions": ("id", "object", "created", "model", "choices", "usage"),
+    "/v1/embeddings": ("object", "data", "model", "usage"),
     "/v1/responses": ("id", "object", "created_at", "model", "status", "output", "usage"),
     "/v1/messages": ("id", "type", "role", "model", "content", "stop_reason", "usage"),
     "/v1/messages/count_tokens": ("input_tokens",),

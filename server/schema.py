@@ -415,6 +415,26 @@ class CompletionRequest(GenerateRequest):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingRequest(Request):
+    """Hold the body of /v1/embeddings."""
+
+    input: tuple[str | tuple[int, ...], ...] = declare(
+        PROMPT, doc="What to embed: text or token ids, one or several."
+    )
+    encoding_format: str = declare(
+        one_of("float", "base64"),
+        "float",
+        doc="Numbers, or the bytes of little-endian 32-bit floats.",
+    )
+    dimensions: int | None = declare(
+        whole(1, INT32_MAX), None, doc="The size of the model's hidden states; no other is offered."
+    )
+    add_special_tokens: bool = declare(
+        boolean(), True, doc="Add what the tokenizer puts around a raw text, such as BOS."
+    )
+
+
 MAX_TOKEN_IDS = 1_000_000
 
 
@@ -508,7 +528,7 @@ UNSUPPORTED: dict[type[Request], dict[str, Check]] = {
 }
 
 # What the requests of other protocols accept without effect; each declares its own.
-WITHOUT_EFFECT_OF: dict[type[Request], dict[str, Check]] = {}
+WITHOUT_EFFECT_OF: dict[type[Request], dict[str, Check]] = {EmbeddingRequest: {"user": string()}}
 
 Q = TypeVar("Q", bound=Request)
 

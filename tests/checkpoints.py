@@ -378,6 +378,15 @@ def oracle_logits(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
         return model(torch.tensor([list(token_ids)])).logits[0].float()  # [T, V]
 
 
+def oracle_hidden(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
+    """Compute the final norm's output after each token of one sequence.
+
+    Shapes: f32[T, D]
+    """
+    with torch.no_grad():
+        return model.model(torch.tensor([list(token_ids)])).last_hidden_state[0].float()  # [T, D]
+
+
 def oracle_greedy(model: Any, token_ids: Sequence[int], max_tokens: int) -> list[int]:
     """Generate greedily; give the new tokens, the end included."""
     prompt = torch.tensor([list(token_ids)])

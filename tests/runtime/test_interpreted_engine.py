@@ -6,14 +6,22 @@ import asyncio
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import load_oracle, make_llama, oracle_greedy, oracle_logits
+from tests.checkpoints import (
+    load_oracle,
+    make_llama,
+    oracle_greedy,
+    oracle_hidden,
+    oracle_logits,
+)
 from tests.runtime.serving import TARGETS, answers, compile_tiny, serving
 from tests.runtime.test_engine import VARIANTS
 from treadle.runtime import verify
 from treadle.runtime.loading import ServeOptions, load_artifact
+from treadle.runtime.request import Delta
 
 NUM_TOKENS = 64
 
@@ -64,3 +72,25 @@ def test_interpreted_tokens_are_those_of_transformers(
             return [list(delta.token_ids) for delta in found]
 
     assert asyncio.run(run()) == expected
+
+
+@pytest.mark.interpreted
+def test_interpreted_hidden_states_are_those_of_transformers(tmp_path: Path, rng_seed: int) -> None:
+    """Of scored prompts, of steps that decode together, and beside adjusted logits."""
+    model = make_llama(tmp_path / "model", seed=rng_seed % 1000, num_layers=1)
+    artifact = compile_tiny(
+        model, tmp_path / "artifact", target="interpret", max_rows=3, max_step_tokens=24
+    )
+    generator = random.Random(rng_seed)
+    prompts = [[generator.randrange(320) for _ in range(length)] for length in (9, 2)]
+    oracle = load_oracle(model)
+    wishes = {"logprobs": 0, "prompt_logprobs": 0, "tells_hidden": True, "presence_penalty": 0.5}
+
+    async def run() -> list[Delta]:
+        async with serving(artifact, num_pages=24) as engine:
+            return await answers(engine, prompts, max_tokens=4, ignore_eos=True, **wishes)
+
+    for prompt, found in zip(prompts, asyncio.run(run()), strict=True):
+        rows = [one.hidden for one in (*found.prompt_logprobs, *found.logprobs)]
+        expected = oracle_hidden(oracle, [*prompt, *found.token_ids])[:-1]
+        torch.testing.assert_close(torch.tensor(np.stack(rows)), expected, atol=1e-3, rtol=0)

@@ -20,6 +20,7 @@ from tests.checkpoints import (
     make_llama,
     make_script,
     oracle_greedy,
+    oracle_hidden,
     oracle_logits,
 )
 from tests.runtime.serving import compile_tiny
@@ -432,7 +433,39 @@ def test_logits_are_those_of_transformers(tmp_path: Path, rng_seed: int) -> None
     assert none.logits is None
 
 
-@pytest.mark.parametrize(("name", "value"), [("n", 0), ("n", True), ("output_logits", "some")])
+def test_hidden_states_are_those_of_transformers(tmp_path: Path, rng_seed: int) -> None:
+    model = make_llama(tmp_path / "model", seed=rng_seed % 1000)
+    generator = random.Random(rng_seed)
+    prompt = [generator.randrange(320) for _ in range(35)]
+    oracle = load_oracle(model)
+    config = {"max_new_tokens": 3, "ignore_eos": True}
+    with pipeline(compile_tiny(model, tmp_path / "artifact"), progress="none") as pipe:
+        generation, everything, both, none = (
+            pipe([prompt], GenerationConfig(**config, **wishes))[0]
+            for wishes in (
+                {"output_last_hidden_state": "generation"},
+                {"output_last_hidden_state": "all"},
+                {"output_last_hidden_state": "all", "output_logits": "all"},
+                {},
+            )
+        )
+    expected = oracle_hidden(oracle, [*prompt, *generation.token_ids])[:-1]
+    torch.testing.assert_close(everything.last_hidden_state, expected, atol=1e-3, rtol=0)
+    torch.testing.assert_close(generation.last_hidden_state, expected[-3:], atol=1e-3, rtol=0)
+    assert generation.logits is None and len(both.logits) == len(both.last_hidden_state) == 37
+    assert none.last_hidden_state is None
+
+
+def test_logits_and_hidden_states_are_of_the_same_tokens() -> None:
+    config = GenerationConfig(output_logits="generation", output_last_hidden_state="all")
+    with pytest.raises(RequestError, match="of the same tokens"):
+        config.sampling()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("n", 0), ("n", True), ("output_logits", "some"), ("output_last_hidden_state", "some")],
+)
 def test_a_wish_for_more_is_checked(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=f"`{name}`"):
         GenerationConfig(**{name: value}).sampling()

@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from treadle.ir.errors import QueueFullError, TreadleError
 from treadle.runtime.request import (
     Delta,
@@ -69,6 +71,7 @@ class FakeGeneration:
         self.stream = TextStream(engine.tokenizer, params)
         self.deltas: asyncio.Queue[Delta | TreadleError] = asyncio.Queue()
         self._engine = engine
+        self._hidden = np.ones(engine.hidden_size, np.float32) if params.tells_hidden else None
 
     def advance(self, token_id: int) -> None:
         self.generated.append(token_id)
@@ -105,8 +108,13 @@ class FakeGeneration:
         usage = Usage(self.prompt_tokens, self.stream.completion_tokens, 0)
         scored: tuple[TokenLogprobs, ...] = ()
         if self.params.prompt_logprobs is not None and len(self.generated) == 1:
-            scored = (TokenLogprobs(0, -1.0),) * (self.prompt_tokens - 1)
-        delta = Delta(text, token_ids, reason, stop_reason, usage, prompt_logprobs=scored)
+            scored = (TokenLogprobs(0, -1.0, (), None, self._hidden),) * (self.prompt_tokens - 1)
+        told = tuple(
+            TokenLogprobs(token_id, -1.0, (), None, self._hidden) for token_id in token_ids
+        )
+        if self.params.logprobs is None:
+            told = ()
+        delta = Delta(text, token_ids, reason, stop_reason, usage, told, scored)
         self.deltas.put_nowait(delta)
 
 
@@ -122,6 +130,8 @@ class FakeEngine:
     model_name: str = "tiny"
     max_model_len: int = 128
     vocab_size: int = 0
+    hidden_size: int = 64
+    pooling: str = ""
     step_s: float = 0.0
     load_s: float = 0.0
     load_error: TreadleError | None = None

@@ -23,6 +23,7 @@ ODD: list[Any] = [
 BASES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]},
     "/v1/completions": {"prompt": "hi"},
+    "/v1/embeddings": {"input": "hi"},
     "/v1/responses": {"input": [{"role": "user", "content": "hi"}]},
     "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
@@ -39,7 +40,9 @@ BASES: dict[str, dict[str, Any]] = {
 def server(start_server: Any, tmp_path_factory: pytest.TempPathFactory, eos: int) -> LiveServer:
     folder = tiny.save_byte_level(tmp_path_factory.mktemp("fuzz"), template=TEMPLATE)
     return start_server(
-        lambda: FakeEngine(folder, say("ok", then=eos), max_running=64, max_waiting=4096)
+        lambda: FakeEngine(
+            folder, say("ok", then=eos), max_running=64, max_waiting=4096, pooling="last"
+        )
     )
 
 

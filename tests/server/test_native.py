@@ -76,10 +76,31 @@ def test_generate_gives_logits(dice: LiveServer) -> None:
     assert np.allclose(np.concatenate([read_logits(one) for one in told]), rows, atol=1e-4)
 
 
-def test_logits_that_would_flood_the_answer_are_refused(start_fake: Any) -> None:
-    server = start_fake(vocab_size=2**20, max_model_len=128)
-    reply = server.post("/generate", {"prompt": "a", "max_tokens": 17, "output_logits": "all"})
-    assert (reply.status, reply.error["param"]) == (400, "output_logits")
+def test_generate_gives_hidden_states_beside_logits(dice: LiveServer) -> None:
+    fields = {"prompt": "[[S1]]AB", "add_special_tokens": False, "max_tokens": 2, "temperature": 0}
+    wish = {"output_last_hidden_state": "generation"}
+    answer = dice.post("/generate", fields | wish).json["meta_info"]
+    rows = read_logits(answer["output_last_hidden_state"])
+    assert len(rows) == 2 and "output_logits" not in answer
+    asked = {"output_last_hidden_state": "all", "output_logits": "all"}
+    everything = dice.post("/generate", fields | asked).json["meta_info"]
+    all_rows = read_logits(everything["output_last_hidden_state"])
+    assert len(all_rows) == len(read_logits(everything["output_logits"])) == 4
+    assert np.allclose(all_rows[-2:], rows, atol=1e-4)
+    *chunks, _ = dice.post("/generate", fields | wish | {"stream": True}).events()
+    told = [read_logits(chunk["meta_info"]["output_last_hidden_state"]) for chunk in chunks]
+    assert np.allclose(np.concatenate(told), rows, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("output_logits", "vocab_size"), ("output_last_hidden_state", "hidden_size")]
+)
+def test_rows_that_would_flood_the_answer_are_refused(
+    start_fake: Any, name: str, size: str
+) -> None:
+    server = start_fake(**{size: 2**20}, max_model_len=128)
+    reply = server.post("/generate", {"prompt": "a", "max_tokens": 17, name: "all"})
+    assert (reply.status, reply.error["param"]) == (400, name)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +108,11 @@ def test_logits_that_would_flood_the_answer_are_refused(start_fake: Any) -> None
     [
         ({}, "prompt"),
         ({"prompt": "a", "output_logits": "some"}, "output_logits"),
+        ({"prompt": "a", "output_last_hidden_state": "some"}, "output_last_hidden_state"),
+        (
+            {"prompt": "a", "output_logits": "all", "output_last_hidden_state": "generation"},
+            "output_last_hidden_state",
+        ),
         ({"prompt": "a", "input_ids": [1]}, "prompt"),
         ({"prompt": "a", "n": 2}, "n"),
         ({"input_ids": [10**6]}, "prompt"),
