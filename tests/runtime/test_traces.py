@@ -68,13 +68,17 @@ async def send(engine: Engine, sent: Sent) -> Answer:
     return tokens
 
 
-def assert_same(found: Answer, expected: Answer, where: object) -> None:
-    """Compare two answers up to a tie: how f32 sums are rounded depends on a step's other rows."""
+def is_same_up_to_a_tie(found: Answer, expected: Answer, where: object) -> bool:
+    """Compare two answers; say whether they part at a tie, from where they answer other texts.
+
+    How f32 sums are rounded depends on a step's other rows, by some 1e-6 of a log probability.
+    """
     for (token, logprob), (other, expected_logprob) in zip(found, expected, strict=False):
-        assert logprob == pytest.approx(expected_logprob, abs=1e-3), where
+        assert logprob == pytest.approx(expected_logprob, abs=5e-5), where
         if token != other:
-            return  # equally likely: from here on the two are answers to different texts
+            return False
     assert len(found) == len(expected), where
+    return True
 
 
 @asynccontextmanager
@@ -93,6 +97,7 @@ async def engines(artifact: Path) -> AsyncIterator[dict[str, Engine]]:
 
 async def play(artifact: Path, seeds: range) -> dict[str, int]:
     """Compare the answers to each trace; give what the engines counted, and check the gauges."""
+    ties = 0
     async with engines(artifact) as found:
         for seed in seeds:
             trace = draw_trace(seed)
@@ -100,10 +105,12 @@ async def play(artifact: Path, seeds: range) -> dict[str, int]:
             for name, engine in found.items():
                 together = await asyncio.gather(*(send(engine, sent) for sent in trace))
                 for index, (mine, theirs) in enumerate(zip(together, alone, strict=True)):
-                    assert_same(mine, theirs, (seed, name, index))
+                    same = is_same_up_to_a_tie(mine, theirs, (seed, name, index))
+                    ties += not same
             for engine in found.values():
                 await engine_is_idle(engine)
                 engine.model.scheduler.check_integrity()
+        assert ties <= len(seeds) // 2, "ties are rare: one in some ten thousand tokens"
         tight, cached = (found[name].model.scheduler for name in ("tight", "cached"))
         return {
             "preemptions": tight.preemptions_total,
