@@ -177,7 +177,7 @@ def _lower_linear(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]
         if template not in lowered:
             lowered[template] = _fit_linear(template, op, graph)
         fused = lowered[template]
-        if isinstance(fused, LoweringError):
+        if isinstance(fused, LoweringError) or schedule["BLOCK_N"] % fused.feature_multiple:
             continue
         scratch = _split_scratch(sizes, schedule) if "SPLIT_K" in schedule else ()
         yield Candidate(

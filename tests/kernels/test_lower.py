@@ -182,6 +182,19 @@ def test_every_operand_and_result_of_an_op_is_an_argument(
 
 
 @pytest.mark.parametrize("target", TARGETS)
+def test_a_tile_holds_whole_parts_of_rows_whose_squares_it_sums(target: str) -> None:
+    found = 0
+    for op, _, candidates in lowered("decode.split_norms", target):
+        begins = [inner for inner in op.plain if inner.kind == "rms_begin"]
+        for candidate in candidates if begins else ():
+            assert int(candidate.schedule["BLOCK_N"]) % begins[0].params.part == 0, (
+                candidate.schedule
+            )
+            found += 1
+    assert found > 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("form", FORMS)
 def test_no_candidate_is_offered_twice(form: str, target: str) -> None:
     for op, _, candidates in lowered(form, target):
