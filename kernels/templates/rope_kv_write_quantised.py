@@ -257,7 +257,8 @@ def rope_kv_write_quantised(
         num_written = tl.where(row >= 0, NUM_KV_HEADS, 0)
         slot = tl.maximum(row, 0).to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
         offset = slot * (NUM_KV_HEADS * HEAD_DIM)
-        k_ptr, v_ptr, dtype = k_open_ptr, v_open_ptr, tl.float16
+        k_ptr, v_ptr = k_open_ptr, v_open_ptr
+        dtype = k_open_ptr.dtype.element_ty
         x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)  # [BLOCK_HEADS, BLOCK_HALF]
         y = tl.minimum(tl.maximum(y, -65504.0), 65504.0)  # [BLOCK_HEADS, BLOCK_HALF]
     is_key = (k_head >= 0) & (k_head < num_written)  # [BLOCK_HEADS, 1]

@@ -20,7 +20,9 @@ TEMPLATES = (
 )
 
 
-def job(folder: Path, template: str, kv_format: str, target: str) -> Job:
+def job(
+    folder: Path, template: str, kv_format: str, target: str, *, store_own: bool = True
+) -> Job:
     """Emit a template in bf16 with a usual schedule and ask for `target`."""
     read = read_template(template)
     is_prefill, is_amd = template == "attention_prefill_quantised", target == "gfx942"
@@ -31,7 +33,7 @@ def job(folder: Path, template: str, kv_format: str, target: str) -> Job:
         "ROTARY_DIM": HEAD_DIM,
         "PAGE_SIZE": PAGE,
         "KV_FORMAT": kv_format,
-        "STORE_OWN": True,
+        "STORE_OWN": store_own,
         "USE_PTX": target.startswith("sm_") and (kv_format, target) != ("fp8", "sm_80"),
         "BLOCK_TOKENS": 32 if is_prefill and is_amd else 64,
         "num_warps": 2 if not is_prefill else 4 if is_amd else 8,
@@ -49,7 +51,7 @@ def job(folder: Path, template: str, kv_format: str, target: str) -> Job:
         header=Header("a test."),
         hooks=dict.fromkeys(read.hooks, ()),
     )
-    path = folder / f"{template}_{kv_format}_{target}.py"
+    path = folder / f"{template}_{kv_format}_{target}_{store_own}.py"
     path.write_text(text)
     cache = TensorType((100, KV_HEADS, PAGE, HEAD_DIM), kv_format, "kv")
     caches = [str(part) for part in cache.stored_parts({"R": 64}).values()]
@@ -83,7 +85,13 @@ def test_decode_attention_compiles_for_hopper(tmp_path: Path) -> None:
     check([job(tmp_path, TEMPLATES[0], kv_format, "sm_90") for kv_format in ("int8", "int4")])
 
 
+def test_appending_to_open_pages_compiles_for_hopper(tmp_path: Path) -> None:
+    check([job(tmp_path, TEMPLATES[2], "int8", "sm_90", store_own=False)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", sorted(SHARED_LIMIT))
 def test_every_template_and_format_compiles(target: str, tmp_path: Path) -> None:
-    check([job(tmp_path, name, form, target) for name in TEMPLATES for form in KV_FORMATS])
+    jobs = [job(tmp_path, name, form, target) for name in TEMPLATES for form in KV_FORMATS]
+    jobs += [job(tmp_path, TEMPLATES[2], form, target, store_own=False) for form in KV_FORMATS]
+    check(jobs)
