@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
@@ -149,6 +150,23 @@ class _Work:
     do_preprocess: bool
 
 
+class _Speed:
+    """Count the tokens of answers, and say how many there are a second."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self._tokens = 0
+
+    def count(self, chunk: Response) -> None:
+        """Add the tokens of a piece of an answer."""
+        self._tokens += len(chunk.token_ids)
+
+    def text(self) -> str:
+        """Say the mean speed since the beginning."""
+        passed_s = max(time.monotonic() - self._began_s, 1e-6)
+        return f"{self._tokens / passed_s:.0f} tokens/s"
+
+
 class Pipeline:
     """Answer prompts with one engine. Safe to use from several threads; close it at the end."""
 
@@ -179,18 +197,31 @@ class Pipeline:
         return self._engine.max_model_len
 
     def __call__(
-        self, prompts: Any, gen_config: Configs = None, *, do_preprocess: bool = True
+        self,
+        prompts: Any,
+        gen_config: Configs = None,
+        *,
+        do_preprocess: bool = True,
+        use_tqdm: bool = False,
     ) -> Any:
         """Do what `infer` does."""
-        return self.infer(prompts, gen_config, do_preprocess=do_preprocess)
+        return self.infer(prompts, gen_config, do_preprocess=do_preprocess, use_tqdm=use_tqdm)
 
-    def infer(self, prompts: Any, gen_config: Configs = None, *, do_preprocess: bool = True) -> Any:
+    def infer(
+        self,
+        prompts: Any,
+        gen_config: Configs = None,
+        *,
+        do_preprocess: bool = True,
+        use_tqdm: bool = False,
+    ) -> Any:
         """Answer one prompt, or a list of them in its order.
 
         A prompt is a text, a conversation (a list of messages), a list of token ids, or a pair of a
         text and the token ids that stand for it. A text is put into the chat template as a user's
         message, where there is one; `do_preprocess` False leaves it as it is. Token ids never
-        change. `gen_config`: one for all, or one each.
+        change. `gen_config`: one for all, or one each. `use_tqdm` shows on stderr how many answers
+        are done, and at what speed; it has LMDeploy's name.
         Returns: a Response for one prompt, a list for a list; with `n` above 1 each prompt has a
         list of as many Responses in its place. What is wrong with one prompt is told in its
         Response and touches no other.
@@ -204,10 +235,19 @@ class Pipeline:
                 answers.append([])
             answers[-1].append(Response(index=each.index, choice=each.choice))
 
-        def add(chunk: Response) -> None:
-            answers[chunk.index][chunk.choice].extend(chunk)
+        with (
+            Progress("auto" if use_tqdm else "none") as shown,
+            shown.phase("answer", total=len(work), unit="answers") as phase,
+        ):
+            speed = _Speed()
 
-        self._wait(self._launch(self._answer_all(work, add)))
+            def add(chunk: Response) -> None:
+                answers[chunk.index][chunk.choice].extend(chunk)
+                speed.count(chunk)
+                if chunk.finish_reason is not None:
+                    phase.advance(1, speed.text())
+
+            self._wait(self._launch(self._answer_all(work, add)))
         given = [one[0] if len(one) == 1 else one for one in answers]
         return given[0] if is_single else given
 

@@ -101,6 +101,15 @@ def test_without_preprocessing_a_text_is_not_put_into_the_template(scripted: Pip
     assert answer.text == "Hello, world"
 
 
+def test_progress_is_shown_when_it_is_asked_for(
+    scripted: Pipeline, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted(["[[S1]]", "[[S2]]"])
+    assert capsys.readouterr().err == ""
+    scripted(["[[S1]]", "[[S2]]", "[[S1]]"], use_tqdm=True)
+    assert "answer: 3 answers, done" in capsys.readouterr().err
+
+
 def test_an_empty_list_gives_an_empty_list(scripted: Pipeline) -> None:
     assert scripted([]) == []
 
