@@ -81,7 +81,7 @@ FAMILIES: dict[type[FamilyTests], dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__.removeprefix("Test"))
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architecture)
 def test_kernels_and_layers_agree_in_bf16(
     family: type[FamilyTests], device: str, tmp_path: Path, rng_seed: int
 ) -> None:
