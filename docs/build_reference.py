@@ -143,7 +143,6 @@ BUCKETS: tuple[tuple[str, int], ...] = (
     ("decode.few", schedule.GEMV_ROWS),
     ("decode", 32),
     ("decode", 256),
-    ("decode.split_norms", 32),
     ("mixed", 16),
     ("mixed", 256),
     ("mixed", 8192),
@@ -168,12 +167,8 @@ def authored_graph(architecture: str, step: str) -> Graph:
 def fused_graph(architecture: str, name: str) -> Graph:
     """Build the example's graph in a form."""
     form = FORMS[name]
-    return pipeline.run_passes(
-        authored_graph(architecture, form.step),
-        few_tokens=form.few_tokens,
-        joined=form.joined,
-        split_norms=form.split_norms,
-    )[0]
+    authored = authored_graph(architecture, form.step)
+    return pipeline.run_passes(authored, few_tokens=form.few_tokens, joined=form.joined)[0]
 
 
 @functools.cache
@@ -304,8 +299,6 @@ def passes_section() -> list[str]:
             when = "many tokens"
         if pass_.joined_only:
             when = "joined attention"
-        elif pass_.split_norms_only:
-            when = "split norms"
         what = inspect.cleandoc(pass_.run.__doc__ or "").partition("\n")[0]
         rows.append((str(number), f"`{pass_.name}`", what, when, pass_.stage_after))
     return table("| pass | what it does | runs | stage after it", rows)

@@ -215,22 +215,6 @@ class RmsNormParams:
 
 
 @dataclass(frozen=True)
-class RmsBeginParams:
-    """`part` features share a sum of squares; `offset` is added to the weight."""
-
-    part: int
-    offset: float = 0.0
-
-
-@dataclass(frozen=True)
-class RmsFinishParams:
-    """`eps` is added to the mean square of `features` features."""
-
-    eps: float
-    features: int
-
-
-@dataclass(frozen=True)
 class LayerNormParams:
     """`eps` is added to the variance."""
 
@@ -433,43 +417,6 @@ def _rms_norm(params: RmsNormParams, x: TensorType, weight: TensorType) -> Types
         weight.shape == x.shape[-1:], "rms_norm", "a weight as wide as x's last axis", x, weight
     )
     return (x,)
-
-
-@_define("rms_begin", RmsBeginParams, "x weight", "weighted squares", "pointwise")
-def _rms_begin(params: RmsBeginParams, x: TensorType, weight: TensorType) -> Types:
-    """Begin a norm where its rows are made: multiply by the weight, and sum squares by parts.
-
-    Formula: weighted = x * (weight + offset); squares[t, p] = sum of x[t]² over part p
-    Shapes: x [T, E]; weight [E]; weighted [T, E]; squares f32[T, E / part].
-    Numerics: computed in f32; `weighted` has the dtype of x. A linear reads it before the rows'
-    squares are known: `rms_finish` scales what it gives.
-    """
-    _expect(
-        weight.shape == x.shape[-1:] and params.part > 0 and x.size(-1) % params.part == 0,
-        "rms_begin",
-        f"rows of whole parts of {params.part} features and a weight as wide",
-        x,
-        weight,
-    )
-    return x, TensorType((*x.shape[:-1], x.size(-1) // params.part), "f32")
-
-
-@_define("rms_finish", RmsFinishParams, "y squares", "scaled", "pointwise", flops=_per_element(1))
-def _rms_finish(params: RmsFinishParams, y: TensorType, squares: TensorType) -> Types:
-    """Finish a norm behind the linear that read its weighted rows: divide by root mean squares.
-
-    Formula: scaled[t] = y[t] / sqrt(sum(squares[t]) / features + eps)
-    Shapes: y [T, N]; squares f32[T, P]; scaled [T, N].
-    Numerics: computed in f32.
-    """
-    _expect(
-        squares.dtype == "f32" and len(squares.shape) == 2 and squares.shape[0] == y.shape[0],
-        "rms_finish",
-        "y [T, N] and squares f32[T, P]",
-        y,
-        squares,
-    )
-    return (y,)
 
 
 @_define("head_norm", RmsNormParams, "x weight", "y", "row", flops=_per_element(4))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from treadle.ir import fuse, norm_halves, text
+from treadle.ir import fuse, text
 from treadle.ir.graph import Graph
 from treadle.ir.verify import verify
 
@@ -19,8 +19,7 @@ class Pass:
     """Rewrite a graph.
 
     `few_tokens_only` passes run only in the form meant for few tokens, `many_tokens_only` ones only
-    in the others, `joined_only` ones only in the forms that append and attend in one kernel,
-    `split_norms_only` ones only in the forms whose norms have no kernel.
+    in the others, `joined_only` ones only in the forms that append and attend in one kernel.
     """
 
     name: str
@@ -29,7 +28,6 @@ class Pass:
     few_tokens_only: bool = False
     many_tokens_only: bool = False
     joined_only: bool = False
-    split_norms_only: bool = False
 
 
 PASSES: tuple[Pass, ...] = (
@@ -49,7 +47,6 @@ PASSES: tuple[Pass, ...] = (
     Pass("fuse_experts", fuse.fuse_experts, "partly fused"),
     Pass("fuse_residual", fuse.fuse_residual, "fused"),
     Pass("fuse_norm_residual", fuse.fuse_norm_residual, "fused"),
-    Pass("split_norms", norm_halves.split_norms, "fused", split_norms_only=True),
     Pass("fuse_norm_prologue", fuse.fuse_norm_prologue, "fused", few_tokens_only=True),
 )
 
@@ -70,12 +67,11 @@ class PassRecord:
 
 
 def run_passes(
-    graph: Graph, *, few_tokens: bool, joined: bool = False, split_norms: bool = False
+    graph: Graph, *, few_tokens: bool, joined: bool = False
 ) -> tuple[Graph, tuple[PassRecord, ...]]:
     """Fuse an authored graph. `few_tokens` chooses the form for steps of a handful of tokens.
 
-    `joined` chooses the form whose decode steps append k and v and attend to them in one kernel,
-    `split_norms` the one whose norms are parts of the linears around them.
+    `joined` chooses the form whose decode steps append k and v and attend to them in one kernel.
     Raises: SpecError: a pass left an illegal graph; the message names the op.
     """
     verify(graph, "authored")
@@ -85,7 +81,6 @@ def run_passes(
             (pass_.few_tokens_only and not few_tokens)
             or (pass_.many_tokens_only and few_tokens)
             or (pass_.joined_only and not joined)
-            or (pass_.split_norms_only and not split_norms)
         ):
             continue
         start = time.perf_counter()

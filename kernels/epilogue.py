@@ -18,9 +18,8 @@ from treadle.ir.ops import GluParams, lookup, settings
 from treadle.ir.types import DTYPE_BYTES, TensorType
 from treadle.kernels.emit import read_template
 
-# Extra operands, in the order that they have in `launch`: after x and w, before y. `weighted` and,
-# beside it, `squares` are results.
-OPERANDS = ("bias", "norm_weight", "row_gate", "residual", "weighted", "squares")
+# Extra operands, in the order that they have in `launch`: after x and w, before y.
+OPERANDS = ("bias", "norm_weight", "row_gate", "residual")
 
 
 @dataclass(frozen=True)
@@ -181,10 +180,7 @@ def lower_linear(template: str, op: Op, types: Mapping[str, TensorType]) -> Fuse
             f"A fused linear has one `linear` in its body; `{op.name}` has {len(anchors)}."
         )
     (linear,) = anchors
-    before, after = body[: body.index(linear)], list(body[body.index(linear) + 1 :])
-    # It leaves y as it is: its results are stored beside y, of which they are made.
-    begins = [inner for inner in after if inner.kind == "rms_begin"]
-    after = [inner for inner in after if inner.kind != "rms_begin"]
+    before, after = body[: body.index(linear)], body[body.index(linear) + 1 :]
     weight = types[linear.inputs[1]]
     num_rows, num_inputs = weight.size(-2), weight.size(-1)
     names = read_template(template).identifiers
@@ -226,8 +222,6 @@ def lower_linear(template: str, op: Op, types: Mapping[str, TensorType]) -> Fuse
         chain.lines.append("column = feature")
     _check_rows(chain, op, weight.dtype, types[op.outputs[0]].dtype)
 
-    if begins:
-        _rms_begin(chain, begins[0])
     operands = tuple(kind for kind in OPERANDS if kind in chain.operands)
     return FusedLinear(
         operands,
@@ -376,62 +370,6 @@ def soft_cap(value: str, cap: float) -> str:
     return f"{cap!r} - {2.0 * cap!r} / (1.0 + tl.exp({value} * {2.0 / cap!r}))"
 
 
-def _rms_finish(chain: _Chain, op: Op, target: str) -> None:
-    if len(chain.tile.axes) == 1:
-        raise chain.refuse(op, "it multiplies one row, which its prologue can norm")
-    pointer = chain.operand(op, "squares", op.inputs[1])
-    tile, parts = chain.tile, chain.types[op.inputs[1]].size(1)
-    lanes = 1 << (parts - 1).bit_length()
-    inside = "token < num_tokens"
-    if lanes != parts:
-        inside = f"({inside}) & (chunk < {parts})"
-    shape = [f"{lanes}" if a == tile.feature_axis else size for a, size in enumerate(tile.axes)]
-    if tile.is_gluon:
-        arange = (
-            f"gl.arange(0, {lanes}, layout=gl.SliceLayout({1 - tile.feature_axis}, acc_layout))"
-        )
-    else:
-        arange = f"tl.arange(0, {lanes})"
-    chain.lines += [
-        f"chunk = {tile.index(arange)}",
-        f"squares_ptrs = {pointer} + token * {parts} + chunk  # [{', '.join(shape)}]",
-        f"squares = tl.load(squares_ptrs, mask={inside}, other=0.0)",
-        f"mean_square = tl.sum(squares, axis={tile.feature_axis}, keep_dims=True) "
-        f"/ {op.params.features}",
-        f"{target} = {chain.value} * tl.rsqrt(mean_square + {op.params.eps!r})",
-    ]
-
-
-def _rms_begin(chain: _Chain, op: Op) -> None:
-    """Store, beside y, y by the weight of a norm and the squares of the parts of its rows."""
-    if len(chain.tile.axes) == 1 or chain.tile.of_experts:
-        raise chain.refuse(op, "no tile of it holds a part of a row that is summed")
-    if op.inputs[0] != chain.result or chain.column != "feature":
-        raise chain.refuse(op, f"it does not read `{chain.result}`, the result of the kernel")
-    tile, part = chain.tile, op.params.part
-    weight = chain.operand(op, "norm_weight", op.inputs[1])
-    weighted = chain.operand(op, "weighted", op.outputs[0])
-    squares = chain.operand(op, "squares", op.outputs[1])
-    scale = f"(norm_weight + {op.params.offset!r})" if op.params.offset else "norm_weight"
-    parts = chain.width // part
-    chain.lines += [
-        *_comment(op),
-        f"inside = {tile.inside('feature')}",
-        f"norm_weight = tl.load({weight} + feature, mask=feature < N, other=0.0).to(tl.float32)",
-        f"weighted_ptrs = {weighted} + token.to(tl.int64) * N_OUT + feature",
-        f"weighted = (y * {scale}).to({weighted}.dtype.element_ty)",
-        "tl.store(weighted_ptrs, weighted, mask=inside)",
-        f"for i in tl.static_range(BLOCK_N // {part}):",
-        f"    chunk = pid_n * (BLOCK_N // {part}) + i",
-        f"    of_chunk = tl.where(inside & (feature // {part} == chunk), y * y, 0.0)",
-        f"    chunk_squares = tl.sum(of_chunk, axis={tile.feature_axis}, keep_dims=True)",
-        f"    squares_ptrs = {squares} + token * {parts} + chunk",
-        f"    exists = chunk < tl.where(token < num_tokens, {parts}, 0)",
-        "    tl.store(squares_ptrs, chunk_squares, mask=exists)",
-    ]
-    chain.multiple = max(chain.multiple, part)
-
-
 def _activate(chain: _Chain, op: Op, target: str) -> None:
     chain.lines += _activation(op.params.act, chain.value, target)
 
@@ -504,7 +442,6 @@ POINTWISE: dict[str, Step] = {
     "add": _add,
     "combine": _combine,
     "glu": _glu,
-    "rms_finish": _rms_finish,
     "row_gate": _row_gate,
     "scale": _scale,
     "soft_cap": _soft_cap,
@@ -516,21 +453,14 @@ POINTWISE: dict[str, Step] = {
 # What hook lines call their own temporaries; a graph's value of that name gets an underscore.
 _TEMPORARIES = {"bias", "column", "gate", "inside", "mean_square", "norm_weight", "pairs"}
 _TEMPORARIES |= {
-    "chunk",
-    "chunk_squares",
-    "exists",
     "features",
-    "of_chunk",
     "residual",
     "residual_ptrs",
     "row_gate",
     "squares",
-    "squares_ptrs",
     "tokens",
     "twice_z",
     "up",
-    "weighted",
-    "weighted_ptrs",
     "y",
 }
 

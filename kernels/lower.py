@@ -162,12 +162,12 @@ def _lower_linear(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]
     linear = next(inner for inner in op.plain if inner.kind == "linear")
     weight = graph.type_of(linear.inputs[1])
     size = _leading(graph, op, linear.inputs[0])
+    glu = next((inner for inner in op.plain if inner.kind == "glu"), None)
     sizes = Sizes(
         rows=where.dims[size],
         num_features=weight.size(0),
         num_inputs=weight.size(1),
-        feature_multiple=_feature_multiple(op),
-        gated=any(inner.kind == "glu" for inner in op.plain),
+        feature_multiple=2 * glu.params.interleave if glu else 1,
         element_bytes=DTYPE_BYTES[weight.dtype],
         wide_out=DTYPE_BYTES[graph.type_of(op.outputs[0]).dtype] > DTYPE_BYTES[weight.dtype],
     )
@@ -177,7 +177,7 @@ def _lower_linear(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]
         if template not in lowered:
             lowered[template] = _fit_linear(template, op, graph)
         fused = lowered[template]
-        if isinstance(fused, LoweringError) or schedule["BLOCK_N"] % fused.feature_multiple:
+        if isinstance(fused, LoweringError):
             continue
         scratch = _split_scratch(sizes, schedule) if "SPLIT_K" in schedule else ()
         yield Candidate(
@@ -210,17 +210,6 @@ def _fit_linear(template: str, op: Op, graph: Graph) -> FusedLinear | LoweringEr
         return lower_linear(template, op, graph.types)
     except LoweringError as refusal:
         return refusal
-
-
-def _feature_multiple(op: Op) -> int:
-    """Give the features of which a tile must hold whole groups: gates and ups, parts of a row."""
-    multiple = 1
-    for inner in op.plain:
-        if inner.kind == "glu":
-            multiple = max(multiple, 2 * inner.params.interleave)
-        elif inner.kind == "rms_begin":
-            multiple = max(multiple, inner.params.part)
-    return multiple
 
 
 def _split_scratch(sizes: Sizes, schedule: Schedule) -> tuple[Scratch, Scratch]:
@@ -349,12 +338,12 @@ def _has_row_per_choice(x: str, experts: str, graph: Graph) -> bool:
 
 def _expert_sizes(op: Op, graph: Graph, rows: int) -> Sizes:
     weight = graph.type_of(op.plain[0].inputs[1])
+    glu = next((inner for inner in op.plain if inner.kind == "glu"), None)
     return Sizes(
         rows=rows,
         num_features=weight.size(1),
         num_inputs=weight.size(2),
-        feature_multiple=_feature_multiple(op),
-        gated=any(inner.kind == "glu" for inner in op.plain),
+        feature_multiple=2 * glu.params.interleave if glu else 1,
         element_bytes=DTYPE_BYTES[weight.dtype],
     )
 

@@ -59,29 +59,6 @@ def embed(token_ids: torch.Tensor, table: torch.Tensor, *, scale: float = 1.0) -
     return (rows.float() * scale).to(table.dtype)  # [T, E]
 
 
-def rms_begin(
-    x: torch.Tensor, weight: torch.Tensor, *, part: int, offset: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multiply rows by a norm's weight, and sum their squares by parts.
-
-    Shapes: x [T, E], weight [E] -> weighted [T, E] in the dtype of x, squares f32[T, E / part].
-    """
-    rows = x.float()  # [T, E]
-    weighted = (rows * (weight.float() + offset)).to(x.dtype)  # [T, E]
-    return weighted, rows.square().unflatten(-1, (-1, part)).sum(-1)  # [T, E / part]
-
-
-def rms_finish(
-    y: torch.Tensor, squares: torch.Tensor, *, eps: float, features: int
-) -> torch.Tensor:
-    """Divide each row by the root of the mean of the squares of `features` features.
-
-    Shapes: y [T, N], squares f32[T, P] -> [T, N] in the dtype of y.
-    """
-    mean_square = squares.sum(-1, keepdim=True) / features  # [T, 1]
-    return (y.float() * torch.rsqrt(mean_square + eps)).to(y.dtype)  # [T, N]
-
-
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float = 0.0
 ) -> torch.Tensor:

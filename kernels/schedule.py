@@ -26,15 +26,13 @@ SKINNY_ROWS = 256  # beyond it the tokens are the left operand
 class Sizes:
     """Give the sizes that a matmul's schedule depends on; `feature_multiple` divides BLOCK_N.
 
-    `gated` says that half as many features leave as there are rows of the weight, `wide_out` that
-    results are wider than the operands: logits in f32.
+    `wide_out` says that results are wider than the operands: logits in f32.
     """
 
     rows: int
     num_features: int
     num_inputs: int
     feature_multiple: int = 1
-    gated: bool = False
     element_bytes: int = 2
     wide_out: bool = False
 
@@ -301,7 +299,7 @@ _GLUON_TILES_FEW_ROWS = [(64, 128, 6, 8, False), (64, 64, 8, 8, False)]
 def _matmul_gluon(sizes: Sizes) -> Iterator[Schedule]:
     """Specialised warps: two groups of consumers share a tile, or take turns (ping-pong)."""
     tiles = [*_GLUON_TILES]
-    if sizes.gated:
+    if sizes.feature_multiple > 1:
         tiles += _GLUON_TILES_GATED
     if sizes.rows <= 512:
         tiles = [*_GLUON_TILES_FEW_ROWS, *tiles]

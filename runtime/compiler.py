@@ -39,14 +39,12 @@ Report = Callable[[str], None]
 class Form:
     """Say how a step's graph is fused.
 
-    `few_tokens` folds norms into linears; `joined` appends k and v and attends in one kernel;
-    `split_norms` leaves half a norm to the linear before it and half to the one behind.
+    `few_tokens` folds norms into linears; `joined` appends k and v and attends in one kernel.
     """
 
     step: str
     few_tokens: bool = False
     joined: bool = False
-    split_norms: bool = False
 
 
 # The fused graphs that programs may play; the planner names one for each bucket.
@@ -55,7 +53,6 @@ FORMS = {
     "decode": Form("decode"),
     "decode.few.joined": Form("decode", few_tokens=True, joined=True),
     "decode.joined": Form("decode", joined=True),
-    "decode.split_norms": Form("decode", split_norms=True),
     "mixed": Form("mixed"),
 }
 DEFAULT_WINDOW_TOKENS = 8192  # of a model whose own window is larger, unless asked otherwise
@@ -152,10 +149,7 @@ def build(config: ModelConfig, engine: EngineConfig) -> Compilation:
     fused, passes = {}, {}
     for name, form in FORMS.items():
         graph, passes[name] = pipeline.run_passes(
-            authored[form.step],
-            few_tokens=form.few_tokens,
-            joined=form.joined,
-            split_norms=form.split_norms,
+            authored[form.step], few_tokens=form.few_tokens, joined=form.joined
         )
         fused[name] = replace(graph, name=f"{family}.{name}")
     # Last: the others come before it wherever any graph will do.

@@ -114,8 +114,6 @@ HOW = {
     "linear": "alone",
     "prompt_attention": "alone",
     "resolve_tokens": "alone",
-    "rms_begin": "add",
-    "rms_finish": "linear",
     "rms_norm": "alone",
     "rope": "kv_write latent_write",
     "route": "linear",

@@ -138,45 +138,6 @@ def test_fusion_keeps_every_authored_op_once(joined: bool) -> None:
     assert sorted(op.kind for op in walk(fused.ops)) == kinds
 
 
-def test_a_layer_of_split_norms_has_no_kernel_for_them() -> None:
-    graph, _ = run_passes(toy_graph("decode"), few_tokens=False, split_norms=True)
-    per_layer = [op for op in graph.ops if op.name.startswith("layers.1.")]
-    assert [op.params.kernel if op.body else op.kind for op in per_layer] == [
-        "linear__rms_finish",
-        "rope__kv_write",
-        "attention",
-        "linear__add__rms_begin",
-        "linear__rms_finish__glu",
-        "linear__add",
-    ]
-    assert parse_graph(print_graph(graph)) == graph
-
-
-def test_norms_are_split_as_the_golden_shows(golden: Callable[[str], Golden]) -> None:
-    _, records = run_passes(toy_graph("decode"), few_tokens=False, split_norms=True)
-    (record,) = [record for record in records if record.name == "split_norms"]
-    assert record.dump == golden("ir/llama.decode.split_norms.ir")
-
-
-@pytest.mark.parametrize(
-    ("changes", "dtype", "reason"),
-    [
-        ({}, "f16", "may leave the range of f16"),
-        ({"attention_bias": True, "mlp_bias": True}, "f32", "would be scaled too"),
-        ({"hidden_size": 72, "head_dim": 16}, "f32", "not whole parts of 64"),
-    ],
-)
-def test_a_norm_that_cannot_be_split_stays_and_the_reason_is_kept(
-    changes: dict[str, object], dtype: str, reason: str
-) -> None:
-    authored = toy_graph("decode", dtype=dtype, **changes)
-    graph, records = run_passes(authored, few_tokens=False, split_norms=True)
-    assert graph == run_passes(authored, few_tokens=False)[0]
-    refusals = records[-1].refusals
-    assert "are not made by a linear" in refusals[0].reason
-    assert len(refusals) == 4 and all(reason in each.reason for each in refusals[1:])
-
-
 def test_a_residual_read_twice_is_not_fused_and_the_reason_is_kept() -> None:
     b = GraphBuilder("odd", step="mixed", dtype="f32", page_size=16)
     x = b.embed(b.weight("embed", "embed", 32, 16))

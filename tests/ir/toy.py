@@ -24,7 +24,7 @@ CONFIG = {
 }
 
 
-def toy_graph(step: str = "decode", dtype: str = "f32", **changes: object) -> Graph:
+def toy_graph(step: str = "decode", **changes: object) -> Graph:
     """Build the authored graph of a step of the toy, some of its config changed."""
     config = from_hf({**CONFIG, **changes})
-    return build_graph(config, step=step, dtype=dtype, page_size=16)
+    return build_graph(config, step=step, dtype="f32", page_size=16)

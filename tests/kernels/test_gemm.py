@@ -7,18 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from treadle.ir.errors import LoweringError
-from treadle.kernels.epilogue import lower_linear
-
 from .gluon_machine import Machine
 from .linear_cases import (
-    BEGUN,
     DTYPES,
     Case,
     assert_matches,
     emit_case,
     expected,
-    expected_values,
     load_text,
     make_inputs,
     run_case,
@@ -32,7 +27,6 @@ SMALL: dict[str, dict[str, int | bool]] = {
     "matmul_skinny": {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64},
     "matmul_skinny_tma": {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64},
 }
-TILED = [template for template in SMALL if template != "gemv"]
 SPLIT = ("matmul_skinny", "matmul_skinny_tma")
 FORMS = ["", "bias", "add", "glu", "bias glu", "glu add", "bias add", "f32", "bias glu add"]
 FORMS += ["scale add", "bias gelu", "gelu_tanh", "silu", "relu", "scale f32", "bias glu clamped"]
@@ -57,37 +51,6 @@ def test_fused_form_equals_reference(
 @pytest.mark.parametrize("form", NORM_FORMS)
 def test_norm_prologue_equals_reference(form: str, rng_seed: int, tmp_path: Path) -> None:
     check("gemv", Case(form), 3, rng_seed, tmp_path)
-
-
-@pytest.mark.parametrize("form", ["finish", "finish glu", "finish f32", "finish gelu"])
-@pytest.mark.parametrize("template", TILED)
-def test_a_norm_is_finished_behind_the_linear(
-    template: str, form: str, rng_seed: int, tmp_path: Path
-) -> None:
-    check(template, Case(form, K=160), 17, rng_seed, tmp_path)
-
-
-@pytest.mark.parametrize("case", [Case("add begin"), Case("bias add begin offset", N=160, K=72)])
-@pytest.mark.parametrize("template", TILED)
-def test_the_next_norm_is_begun_beside_the_results(
-    template: str, case: Case, rng_seed: int, tmp_path: Path
-) -> None:
-    text, fused = emit_case(template, case, **SMALL[template])
-    tensors = make_inputs(case, 17, rng_seed)
-    wanted = expected_values(case, tensors)
-    # One row more than there are tokens: it must stay as it is.
-    tensors |= {name: torch.full((18, wanted[name].shape[1]), torch.nan) for name in BEGUN}
-    y = run_case(text, fused, case, tensors, tmp_path)
-    assert_matches(y, wanted[case.op.outputs[0]], DTYPES[case.dtype])
-    for name in BEGUN:
-        assert tensors[name][17].isnan().all()
-        assert_matches(tensors[name][:17], wanted[name], DTYPES[case.dtype])
-
-
-@pytest.mark.parametrize("form", ["finish", "add begin"])
-def test_a_template_of_one_row_leaves_halves_of_norms_to_others(form: str) -> None:
-    with pytest.raises(LoweringError, match="rms_"):
-        lower_linear("gemv", Case(form).op, Case(form).types)
 
 
 @pytest.mark.parametrize("template", SMALL)

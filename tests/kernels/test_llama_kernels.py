@@ -6,13 +6,13 @@ Goldens are for sm_90; what is not emitted there (plain matmuls instead of TMA) 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.golden import Golden
-from treadle.kernels.cross_compile import Job, Outcome, Resources, compile_many
+from treadle.kernels.cross_compile import Job, Outcome, compile_many
 from treadle.models.config import from_hf
 from treadle.runtime import compiler, planner
 from treadle.runtime.binaries import jobs_of
@@ -38,6 +38,7 @@ CONFIG = {
 }
 ENGINE = EngineConfig("cuda", "bf16", 64, max_rows=8, max_step_tokens=256, max_context_tokens=4096)
 MACHINES = ("sm_90", "sm_80", "gfx942")
+JOINED = "rope__kv_write__attention"
 
 
 def _plan(machine: str) -> tuple[planner.Plan, compiler.Compilation]:
@@ -74,38 +75,18 @@ def test_no_golden_is_left_over(golden: Callable[[str], Golden]) -> None:
     assert found == set(_first_uses(plan).values())
 
 
-def _planned(
-    machine: str, form_of: Callable[[int], str]
-) -> tuple[planner.Plan, compiler.Compilation]:
-    """Plan decode steps in forms that no bucket plays by default."""
+def _joined_job(machine: str, folder: Path) -> Job:
+    """Give a job of the kernel that appends and attends, which few buckets play by default."""
     compilation = compiler.build(from_hf(CONFIG), ENGINE)
-    plan = planner.plan_programs(compilation.fused, ENGINE, architecture=machine, form_of=form_of)
-    return plan, compilation
-
-
-def _joined(rows: int) -> str:
-    return f"{planner.decode_form(rows).removesuffix('.joined')}.joined"
-
-
-def _split_norms(rows: int) -> str:
-    return "decode.split_norms"
-
-
-def _jobs_of_other_forms(machine: str, folder: Path) -> Iterator[tuple[str, Job]]:
-    """Give a job of each kernel that only other forms have, with the kernel's name."""
-    for name, form_of, mark in (
-        ("joined", _joined, "rope__kv_write__attention"),
-        ("split", _split_norms, "__rms_"),
-    ):
-        plan, compilation = _planned(machine, form_of)
-        (folder / name).mkdir()
-        plan.write(folder / name)
-        jobs: dict[str, Job] = {}
-        for job in jobs_of(plan, compilation.fused, ENGINE, folder / name / "kernels", machine):
-            kernel = Path(job.path).stem.partition(".")[0]
-            if mark in kernel:
-                jobs.setdefault(kernel, job)
-        yield from jobs.items()
+    plan = planner.plan_programs(
+        compilation.fused,
+        ENGINE,
+        architecture=machine,
+        form_of=lambda rows: f"{planner.decode_form(rows).removesuffix('.joined')}.joined",
+    )
+    plan.write(folder)
+    jobs = jobs_of(plan, compilation.fused, ENGINE, folder / "kernels", machine)
+    return next(job for job in jobs if Path(job.path).stem.partition(".")[0] == JOINED)
 
 
 @pytest.fixture(scope="module")
@@ -120,21 +101,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Ou
         names = _first_uses(plan)
         for job in jobs_of(plan, compilation.fused, ENGINE, folder / machine / "kernels", machine):
             named[job] = (machine, names[Path(job.path).stem])
-        for kernel, job in _jobs_of_other_forms(machine, folder / machine):
-            named[job] = (machine, kernel)
+        (folder / machine / "joined").mkdir()
+        named[_joined_job(machine, folder / machine / "joined")] = (machine, JOINED)
     found: dict[str, dict[str, Outcome]] = {machine: {} for machine in MACHINES}
     for outcome in compile_many(list(named), triton_cache=folder / "cache"):
         machine, name = named[outcome.job]
         assert name not in found[machine], "a kernel has one set of arguments"
         found[machine][name] = outcome
     return found
-
-
-def _used(outcome: Outcome) -> Resources:
-    """Give what the one kernel of a job uses; it must have compiled."""
-    assert not outcome.error, (outcome.job.path, outcome.error)
-    (kernel,) = outcome.kernels
-    return kernel
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -157,31 +131,10 @@ def test_each_emitted_kernel_compiles_and_uses_what_is_recorded(
     assert text == golden(f"triton/llama/resources.{machine}.json")
 
 
-# --- forms that no bucket plays by default --------------------------------------------------------
-
-
-@pytest.mark.parametrize("kernel", ["linear__add__rms_begin", "linear__rms_finish__glu"])
-def test_a_linear_with_half_a_norm_is_as_its_golden(
-    golden: Callable[[str], Golden], kernel: str
-) -> None:
-    plan, _ = _planned("sm_90", _split_norms)
-    (program,) = [each for each in plan.programs if (each.step, each.bucket) == ("decode", 8)]
-    texts = [plan.modules[each.kernel] for each in program.launches]
-    text = next(text for text in texts if f"def {kernel}(" in text)
-    assert text == golden(f"triton/split_norms/{kernel}.py")
-
-
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        "rope__kv_write__attention",
-        "linear__rms_finish",
-        "linear__add__rms_begin",
-        "linear__rms_finish__glu",
-    ],
-)
-def test_a_kernel_of_another_form_compiles_without_spills(
-    outcomes: dict[str, dict[str, Outcome]], kernel: str, machine: str
+def test_the_kernel_that_appends_and_attends_compiles_without_spills(
+    outcomes: dict[str, dict[str, Outcome]], machine: str
 ) -> None:
-    assert _used(outcomes[machine][kernel]).spill_bytes == 0
+    outcome = outcomes[machine][JOINED]
+    assert not outcome.error, outcome.error
+    assert [kernel.spill_bytes for kernel in outcome.kernels] == [0]

@@ -94,20 +94,6 @@ def test_linear_rounds_once(
     assert_rounded(y, exact, size=24.0, slack=sum_slack(x, weight))
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_halves_of_a_norm_around_a_linear_are_the_norm_before_it(
-    offset: float, rng_seed: int
-) -> None:
-    torch.manual_seed(rng_seed)
-    x, norm, weight = torch.randn(5, 192), torch.randn(192), torch.randn(40, 192)
-    weighted, squares = reference.rms_begin(x, norm, part=64, offset=offset)
-    assert squares.shape == (5, 3)
-    product = reference.linear(weighted, weight)
-    y = reference.rms_finish(product, squares, eps=1e-3, features=192)
-    wanted = reference.linear(reference.rms_norm(x, norm, eps=1e-3, offset=offset), weight)
-    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("num_tokens", [1, 2, 33])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])

@@ -116,28 +116,6 @@ def test_the_kernels_that_adjust_logits_and_draw_again_are_checked_too(
 
 
 @pytest.mark.interpreted
-def test_linears_that_share_a_norm_are_checked_on_all_they_make(
-    tmp_path: Path, rng_seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    form_of = planner.decode_form
-    split = {2: "decode.split_norms"}
-    monkeypatch.setattr(planner, "decode_form", lambda rows: split.get(rows, form_of(rows)))
-    artifact = compile_kernels(tmp_path, rng_seed)
-    checks = check(load(artifact), "decode", 2, rng_seed)
-    assert [each for each in checks if not each.passed] == []
-    begun = [each.result for each in checks if each.kernel.startswith("linear__add__rms_begin.")]
-    norm = "layers.0.post_attention_layernorm"
-    assert begun[:3] == ["layers.0.after_attention", f"{norm}_weighted", f"{norm}_squares"]
-
-    edit_kernel(
-        artifact, "linear__add__rms_begin", lambda text: text.replace("y * y", "2.0 * y * y")
-    )
-    checks = check(load(artifact), "decode", 2, rng_seed)
-    failed = {each.result for each in checks if not each.passed}
-    assert failed == {f"{norm}_squares"}
-
-
-@pytest.mark.interpreted
 @pytest.mark.parametrize("bucket", [1, 2])
 def test_a_kernel_that_appends_and_then_attends_is_checked_on_both(
     tmp_path: Path, rng_seed: int, bucket: int, monkeypatch: pytest.MonkeyPatch
