@@ -25,7 +25,7 @@ from treadle.runtime import machine  # noqa: E402
 from treadle.runtime.config import KV_DTYPES, EngineConfig  # noqa: E402
 from treadle.runtime.trial import time_graph_ms  # noqa: E402
 from treadle.runtime.triton_program import GraphedProgram  # noqa: E402
-from treadle.runtime.tuner import Workload, tune_program  # noqa: E402
+from treadle.runtime.tuner import Effort, Workload, tune_program  # noqa: E402
 
 
 def main() -> None:
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--kv-dtype", default="auto", choices=list(KV_DTYPES))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--budget-s", type=float, default=480.0)
+    parser.add_argument("--only-new", action="store_true", help="leave alone what was tuned before")
     arguments = parser.parse_args()
     deadline = time.time() + arguments.budget_s
     found = machine.look()
@@ -60,7 +61,8 @@ def main() -> None:
             "cuda", "bf16", 64, num_seqs, max(work.bucket, 16), tokens + 512, kv_format=kv_format
         )
         graphs = build_graphs(name, engine, arguments.layers).fused
-        done = tune_program(graphs, engine, work, table, found.architecture, report)
+        effort = Effort(only_new=arguments.only_new)
+        done = tune_program(graphs, engine, work, table, found.architecture, report, effort=effort)
         table, tunings = done.table, done.tunings
         torch.cuda.empty_cache()
         table.write(path)

@@ -105,7 +105,10 @@ class SelectedProgram:
 def random_weights(
     weights: tuple[Weight, ...], window: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Fill every declared weight: matrices N(0, 0.02), vectors near 1, tied heads shared."""
+    """Fill every declared weight: matrices and biases N(0, 0.02), norms near 1, tied heads shared.
+
+    Biases near 1 would be most of the stream, and all tokens would choose the same experts.
+    """
     made: dict[str, torch.Tensor] = {}
     by_source: dict[str, torch.Tensor] = {}
     for weight in weights:
@@ -116,7 +119,8 @@ def random_weights(
         if source not in by_source:
             shape = weight.type.bound_shape({})
             values = torch.empty(shape, dtype=TORCH_DTYPES[weight.type.dtype], device=device)
-            by_source[source] = values.normal_(1.0 if len(shape) == 1 else 0.0, 0.02)
+            is_norm = len(shape) == 1 and not source.endswith("bias")
+            by_source[source] = values.normal_(1.0 if is_norm else 0.0, 0.02)
         made[weight.name] = by_source[source]
     return made
 

@@ -14,7 +14,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -123,16 +123,20 @@ class Effort:
     """Say how much to try: `quick` or `full`, and until when, by the clock that `search` is given.
 
     A program that was tuned to its end is left alone, and what was timed is not timed again,
-    unless `again` says so.
+    unless `again` says so. `only_new` leaves kernels alone that the table has a choice for.
     """
 
     autotune: str = "full"
     deadline_s: float = float("inf")
     again: bool = False
+    only_new: bool = False
 
 
 class Space:
-    """Hold a program's kernels, their candidates and the choices of the moment. Needs no GPU."""
+    """Hold a program's kernels, their candidates and the choices of the moment. Needs no GPU.
+
+    The keys in `kept` stay as the table says.
+    """
 
     def __init__(
         self,
@@ -143,8 +147,10 @@ class Space:
         architecture: str,
         autotune: str = "full",
         report: Report = lambda phase: None,
+        *,
+        kept: Set[str] = frozenset(),
     ) -> None:
-        self.graph, self.engine, self.work = graph, engine, work
+        self.graph, self.engine, self.work, self.kept = graph, engine, work, kept
         self.architecture, self.autotune, self.gpu = architecture, autotune, table.gpu
         dims = planner.bucket_dims(engine, work.step, work.bucket)
         self.where = Situation(dims, work.step, engine.target, architecture)
@@ -177,7 +183,9 @@ class Space:
         ) + tuple(str(c.schedule) for c in candidates)
         # What an earlier session found is where this one starts.
         known = table.choose(op, self.graph, self.where, iter(candidates), on_stale=report)
-        if self.autotune == "quick":
+        if key in self.kept:
+            candidates = [known]
+        elif self.autotune == "quick":
             likely = candidates[:QUICK_CANDIDATES]
             candidates = likely if known in likely else [*likely, known]
         default = candidates[0]
@@ -235,7 +243,7 @@ class Space:
 
     def identity(self) -> str:
         """Name all that a tuning of this program depends on: kernels' sources, GPU, versions."""
-        facts = [self._conditions(), self.autotune, self.keys, self._identities]
+        facts = [self._conditions(), self.autotune, sorted(self.kept), self.keys, self._identities]
         return fingerprint(json.dumps(facts))
 
     def context(self, key: str, modules: Mapping[str, str]) -> str:
@@ -494,7 +502,8 @@ def tune_program(
     log = log or TimingLog(None)
     sized = replace(engine, max_rows=work.num_seqs, max_step_tokens=max(work.bucket, 16))
     graph = graphs[work.form]
-    space = Space(graph, sized, work, table, architecture, effort.autotune, report)
+    kept = frozenset(table.choices if effort.only_new else ())
+    space = Space(graph, sized, work, table, architecture, effort.autotune, report, kept=kept)
     program = space.identity()
     finished = log.of_program(program, "finished")
     if finished and not effort.again:
@@ -504,7 +513,7 @@ def tune_program(
         return Tuned(table, list(space.tunings.values()), True)
     if not finished:
         base = base_of(log, program, table)
-        space = Space(graph, sized, work, base, architecture, effort.autotune, report)
+        space = Space(graph, sized, work, base, architecture, effort.autotune, report, kept=kept)
     with tempfile.TemporaryDirectory(prefix="treadle-tune-") as folder:
         device = torch.device("cuda" if engine.target == "cuda" else "cpu")
         on_gpu = measure or Stopwatch(sized, graphs, Path(folder), report, device)

@@ -57,14 +57,19 @@ class Clockwork:
         return Timing(candidate.template, candidate.schedule, sum(map(self.cost, modules.values())))
 
 
-def tune(log: TimingLog, watch: Clockwork, effort: Effort = Effort()) -> Tuned:
+def tune(
+    log: TimingLog,
+    watch: Clockwork,
+    effort: Effort = Effort(),
+    table: TunedTable = TunedTable("GPU of tests"),
+) -> Tuned:
     """Tune the toy; the clock ticks once for every look at it."""
     now = iter(range(10**9))
     return tune_program(
         GRAPHS,
         ENGINE,
         WORK,
-        TunedTable("GPU of tests"),
+        table,
         "sm_90",
         log=log,
         effort=effort,
@@ -154,6 +159,26 @@ def test_quick_times_fewer(seed: int) -> None:
     tune(TimingLog(None), quick, Effort("quick"))
     tune(TimingLog(None), full, Effort("full"))
     assert 0 < len(quick.timed) < len(full.timed)
+
+
+def test_what_a_table_has_may_be_left_as_it_is(tmp_path: Path, seed: int) -> None:
+    first = Clockwork(seed)
+    key, *others = dict.fromkeys(key for key, _ in first_timed(first))
+    choice = tune(TimingLog(None), Clockwork(seed)).table.choices[key]
+    table = TunedTable("GPU of tests", {key: choice})
+    watch, log = Clockwork(seed + 1, stop_after=3), TimingLog(tmp_path / "log.jsonl")
+    with pytest.raises(KeyboardInterrupt):
+        tune(log, watch, Effort(only_new=True), table)
+    rest = Clockwork(seed + 1)
+    done = tune(TimingLog(tmp_path / "log.jsonl"), rest, Effort(only_new=True), table)
+    assert {key for key, _ in watch.timed[:3] + rest.timed} == set(others)
+    assert done.table.choices[key] == choice
+
+
+def first_timed(watch: Clockwork) -> list[tuple[str, str]]:
+    """Tune from nothing and give what was timed."""
+    tune(TimingLog(None), watch)
+    return watch.timed
 
 
 def test_a_line_cut_off_is_left_out_and_a_damaged_one_is_named(tmp_path: Path) -> None:
