@@ -25,6 +25,7 @@ from treadle.bench.rows import Row, conditions, with_goal  # noqa: E402
 from treadle.bench.timing import time_us  # noqa: E402
 from treadle.ir.cost import op_cost  # noqa: E402
 from treadle.runtime import machine  # noqa: E402
+from treadle.runtime.config import KV_DTYPES  # noqa: E402
 from treadle.runtime.planner import bucket_dims  # noqa: E402
 from treadle.runtime.roofs import best_seconds  # noqa: E402
 
@@ -40,6 +41,11 @@ def floor_ms(engine: BenchEngine, num_seqs: int, tokens: int) -> float:
     return 1e3 * sum(op_cost(op, graph, dims).flops for op in graph.ops) / MATMUL_FLOPS_PER_S
 
 
+def case_of(name: str, text: str, kv_dtype: str) -> str:
+    """Name a case as results and goals do."""
+    return f"{name} {text}" + ("" if kv_dtype == "auto" else f" kv {kv_dtype}")
+
+
 def measure(name: str, text: str, asked: argparse.Namespace) -> Iterator[Row]:
     """Time a step of whole prompts, of which `text` says how many of how many tokens: `8x1024`."""
     num_seqs, tokens = map(int, text.split("x"))
@@ -53,6 +59,7 @@ def measure(name: str, text: str, asked: argparse.Namespace) -> Iterator[Row]:
         max_step_tokens=bucket,
         target=asked.target,
         dtype=asked.dtype,
+        kv_format=KV_DTYPES[asked.kv_dtype],
         page_size=asked.page_size,
         num_layers=asked.layers,
         only=("mixed", bucket),
@@ -67,7 +74,7 @@ def measure(name: str, text: str, asked: argparse.Namespace) -> Iterator[Row]:
     launched_ms = 1e3 * best_seconds(step, device, rounds=min(asked.rounds, 5))
     spread = time_us(step, device, asked.rounds, before=lambda: length.fill_(tokens))
     assert bool(torch.isfinite(program.values["logits"]).all()), "logits are not finite"
-    case = f"{name} {text}"
+    case = case_of(name, text, asked.kv_dtype)
     goal, peers = with_goal("prefill", case)
     stated = conditions(
         dtype=asked.dtype,
@@ -91,11 +98,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=0, help="of the model; 0 for all")
     parser.add_argument("--target", default="cuda", choices=["cuda", "interpret"])
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "f16", "f32"])
+    parser.add_argument("--kv-dtype", default="auto", choices=list(KV_DTYPES))
     parser.add_argument("--page-size", type=int, default=64)
     add_options(parser)
     began_s, asked = time.monotonic(), parser.parse_args(arguments)
     cases = [
-        (f"{name} {text}", partial(measure, name, text, asked))
+        (case_of(name, text, asked.kv_dtype), partial(measure, name, text, asked))
         for name in asked.models.split(",")
         for text in asked.prompts.split(",")
     ]

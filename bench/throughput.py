@@ -4,13 +4,15 @@ Run: python bench/throughput.py --model llama-3.1-8b --shapes 1024x1024,128x2048
 Each case keeps `concurrency` requests running until all are done. Prompts are random tokens, so the
 prefix cache finds nothing; no token ends an answer early. `mix` are lengths as in conversations,
 see `workloads.py`. `--peers` first plays the same requests through transformers, in a process of
-its own (`baselines.py`); `--kv-memory` repeats all cases with a KV cache of each size.
+its own (`baselines.py`); `--kv-memory` and `--kv-dtypes` repeat all cases with a KV cache of each
+size and of each dtype.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import subprocess
@@ -32,6 +34,7 @@ from treadle.bench.random_models import CONFIGS  # noqa: E402
 from treadle.bench.rows import Row, conditions, with_goal  # noqa: E402
 from treadle.runtime.commands import make_engine  # noqa: E402
 from treadle.runtime.compiler import CompileOptions, compile_model  # noqa: E402
+from treadle.runtime.config import KV_DTYPES  # noqa: E402
 from treadle.runtime.engine import Engine  # noqa: E402
 from treadle.runtime.loading import ServeOptions  # noqa: E402
 from treadle.runtime.request import SamplingParams  # noqa: E402
@@ -107,6 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--kv-memory", default="", help="sizes of the KV cache in GiB, with commas; default: all"
     )
+    parser.add_argument("--kv-dtypes", default="auto", help=f"some of {', '.join(KV_DTYPES)}")
     parser.add_argument("--peers", action="store_true", help="play them with transformers as well")
     parser.add_argument("--layers", type=int, default=0, help="of the model; 0 for all")
     parser.add_argument("--target", default="cuda", choices=["cuda", "interpret", "reference"])
@@ -117,6 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     shapes = asked.shapes.split(",")
     concurrencies = [int(text) for text in asked.concurrency.split(",")]
     pools = [float(text) for text in filter(None, asked.kv_memory.split(","))] or [0.0]
+    kv_dtypes = asked.kv_dtypes.split(",")
     with tempfile.TemporaryDirectory(prefix="treadle-bench-") as temporary:
         folder = asked.folder or Path(temporary)
         model = write_checkpoint(asked.model, folder, asked.layers)
@@ -130,6 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
             max_context_tokens=max(
                 length.prompt + length.output for length in map(workloads.longest, shapes)
             ),
+            kv_formats=tuple(KV_DTYPES[kv_dtype] for kv_dtype in kv_dtypes),
         )
         print("compiling", flush=True)
         artifact = compile_model(model, folder / f"{model.name}.artifact", options).artifact
@@ -137,19 +143,21 @@ def main(arguments: list[str] | None = None) -> int:
             weights="random", target=asked.target, dtype=artifact.manifest.engine.dtype
         )
         exit_code = 0
-        for gib in pools:
-            engine = make_engine(artifact.path, ServeOptions(kv_bytes=int(gib * 2**30)), "log")
+        for gib, kv_dtype in itertools.product(pools, kv_dtypes):
+            serve = ServeOptions(kv_bytes=int(gib * 2**30), kv_dtype=kv_dtype)
+            engine = make_engine(artifact.path, serve, "log")
             with asyncio.Runner() as runner:
                 runner.run(engine.start())
                 print(engine.model.summary["start-up"], flush=True)
                 try:
                     # What is made at first use is made now.
                     runner.run(submit_all(engine, "8x2", 1, 1))
+                    of_all = asked, stated, peers
                     cases = [
-                        (case, partial(measure, runner, engine, shape, count, asked, stated, peers))
+                        (case, partial(measure, runner, engine, case, shape, count, *of_all))
                         for shape in shapes
                         for count in concurrencies
-                        for case in [case_name(asked, shape, count)]
+                        for case in [case_name(asked, shape, count, kv_dtype)]
                     ]
                     exit_code |= play("throughput", cases, asked, began_s).exit_code
                 finally:
@@ -157,14 +165,16 @@ def main(arguments: list[str] | None = None) -> int:
     return exit_code
 
 
-def case_name(asked: argparse.Namespace, shape: str, concurrency: int) -> str:
-    """Name a case by model, lengths and concurrency."""
-    return f"{asked.model} {workloads.title(shape)} concurrency {concurrency}"
+def case_name(asked: argparse.Namespace, shape: str, concurrency: int, kv_dtype: str) -> str:
+    """Name a case by model, lengths, concurrency and the KV cache's dtype."""
+    kv = "" if kv_dtype == "auto" else f" kv {kv_dtype}"
+    return f"{asked.model} {workloads.title(shape)} concurrency {concurrency}{kv}"
 
 
 def measure(
     runner: asyncio.Runner,
     engine: Engine,
+    case: str,
     shape: str,
     concurrency: int,
     asked: argparse.Namespace,
@@ -175,7 +185,6 @@ def measure(
     requests = asked.requests or 2 * concurrency
     before = engine.stats().preemptions_total
     seconds, outcomes = runner.run(submit_all(engine, shape, concurrency, requests))
-    case = case_name(asked, shape, concurrency)
     pool = engine.model.summary["KV cache"]
     more = {"kv_cache": pool, "preemptions": engine.stats().preemptions_total - before}
     known = peers.get(f"{workloads.title(shape)} concurrency {concurrency}", {})

@@ -18,6 +18,7 @@ from treadle.bench import (
     kernels,
     kv_attention,
     prefill,
+    prefix_cache,
     quality,
     serve,
     startup,
@@ -42,6 +43,7 @@ PROGRAMS = [
     "kernels",
     "kv_attention",
     "prefill",
+    "prefix_cache",
     "quality",
     "serve",
     "startup",
@@ -160,6 +162,23 @@ def test_throughput_with_less_cache_preempts(tmp_path: Path) -> None:
     throughput.main([*asked, "--kv-memory", str(12 / 2**20), *SMALL, str(tmp_path)])
     (row,) = read(tmp_path, "throughput").values()
     assert "3 pages" in row["conditions"]["kv_cache"] and row["conditions"]["preemptions"] > 0
+
+
+def test_throughput_of_each_dtype_of_the_cache(tmp_path: Path) -> None:
+    asked = ["--model", "tiny", "--target", "reference", "--shapes", "8x4", "--concurrency", "1"]
+    assert throughput.main([*asked, "--kv-dtypes", "auto,int8", *SMALL, str(tmp_path)]) == 0
+    cases = {"tiny 8/4 concurrency 1", "tiny 8/4 concurrency 1 kv int8"}
+    assert set(read(tmp_path, "throughput")) == cases
+
+
+def test_a_shared_prefix_is_found_in_the_cache(tmp_path: Path) -> None:
+    asked = ["--model", "tiny", "--target", "reference", "--prefix", "64", "--tail", "8"]
+    assert prefix_cache.main([*asked, "--rounds", "2", *SMALL, str(tmp_path)]) == 0
+    row = read(tmp_path, "prefix_cache")["tiny prefix 64 tail 8"]
+    assert row["conditions"]["cached_tokens"] == 64
+    assert row["value"] == pytest.approx(
+        100 * row["conditions"]["second_ms"] / row["conditions"]["first_ms"]
+    )
 
 
 def test_the_mix_is_drawn_again_the_same_and_as_long_as_it_says() -> None:
