@@ -1,4 +1,4 @@
-"""Time the first token of requests that share a long prefix: the one that fills the cache, a next one.
+"""Time the first token of requests that share a long prefix: of the first and of the next.
 
 Run: python bench/prefix_cache.py --model llama-3.1-8b --prefix 2048 --tail 32
 Each round has a prefix of its own, asked twice with two tails. The figure is the second request's
