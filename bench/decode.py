@@ -51,6 +51,8 @@ def measure(name: str, batch: int, context: int, asked: argparse.Namespace) -> I
         window=context + 512,
         max_step_tokens=max(batch, 16),
         kv_format=KV_DTYPES[asked.kv_dtype],
+        only=("decode", batch),
+        reuse_memory=not asked.parts,
     )
     engine.trial.fill(batch, context)
     times = time_graph_ms(engine.graphed(batch), engine.trial, context, ROUNDS)

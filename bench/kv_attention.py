@@ -69,6 +69,7 @@ def time_attention(
             num_layers=layers,
             only=("decode", batch),
             choose=choose,
+            reuse_memory=False,
         )
         if not choose.schedule:
             break

@@ -260,12 +260,14 @@ def build_engine(
     form_of: Callable[[int], str] | None = None,
     only: tuple[str, int] | None = None,
     choose: planner.Choose | None = None,
+    reuse_memory: bool = True,
 ) -> BenchEngine:
     """Build a model's programs with random weights, by the shipped tuned table unless given one.
 
     `form_of` names the form of graph for a decode step of so many sequences. `only` names the step
     and bucket of one program: no other is made, and on a GPU its kernels are compiled in parallel
-    first. `choose` decides instead of any table.
+    first, and without `reuse_memory` each of them can be run by itself. `choose` decides instead of
+    any table.
     """
     engine = EngineConfig(
         target, dtype, page_size, max_rows, max_step_tokens, window, kv_format=kv_format
@@ -282,7 +284,14 @@ def build_engine(
         step, bucket = only
         form = (form_of or planner.decode_form)(bucket) if step == "decode" else "mixed"
         plan = planner.plan_one(
-            engine, step, bucket, form, graphs[form], found.architecture, choose
+            engine,
+            step,
+            bucket,
+            form,
+            graphs[form],
+            found.architecture,
+            choose,
+            reuse_memory=reuse_memory,
         )
     folder = Path(tempfile.mkdtemp(prefix="treadle-bench-"))
     plan.write(folder)

@@ -22,14 +22,18 @@ class BufferPlan:
     total_bytes: int
 
 
-def plan_buffers(graph: Graph, dims: Mapping[str, int]) -> BufferPlan:
+def plan_buffers(graph: Graph, dims: Mapping[str, int], *, reuse_memory: bool = True) -> BufferPlan:
     """Give every value a step's ops produce a place, first fit in order of production.
 
     `dims` are the largest dims that will run with this plan. A value lives from its op to its last
     reader; an output of the graph to the end. An op's outputs never share bytes with its inputs.
+    Without `reuse_memory` every value lives to the end, so that any op can run again by itself.
     """
+    end = len(graph.ops)
     last_use = {name: index for index, op in enumerate(graph.ops) for name in op.inputs}
-    last_use.update({name: len(graph.ops) for name in graph.outputs})
+    last_use.update(dict.fromkeys(graph.outputs, end))
+    if not reuse_memory:
+        last_use = dict.fromkeys((name for op in graph.ops for name in op.outputs), end)
     live: list[tuple[int, int, int]] = []  # (offset, size, last use), by offset
     offsets: dict[str, int] = {}
     sizes: dict[str, int] = {}

@@ -164,9 +164,15 @@ def plan_one(
     graph: Graph,
     architecture: str,
     choose: Choose,
+    *,
+    reuse_memory: bool = True,
 ) -> Plan:
-    """Plan a single program: what the tuner varies."""
-    planner = _Planner(engine, architecture, choose)
+    """Plan a single program: what the tuner varies.
+
+    Kernels that are to run by themselves need one without `reuse_memory`: what they read, indices
+    of experts for example, must not be written over by those after them.
+    """
+    planner = _Planner(engine, architecture, choose, reuse_memory=reuse_memory)
     program = planner.plan(step, bucket, form, graph)
     return Plan((program,), None, planner.scratch, planner.modules)
 
@@ -174,8 +180,16 @@ def plan_one(
 class _Planner:
     """Collect modules and scratch over all programs."""
 
-    def __init__(self, engine: EngineConfig, architecture: str, choose: Choose) -> None:
+    def __init__(
+        self,
+        engine: EngineConfig,
+        architecture: str,
+        choose: Choose,
+        *,
+        reuse_memory: bool = True,
+    ) -> None:
         self.engine = engine
+        self.reuse_memory = reuse_memory
         self.architecture = architecture
         self.choose = choose
         self.modules: dict[str, str] = {}
@@ -208,7 +222,7 @@ class _Planner:
             launches.append(LaunchPlan(op.name, name, candidate.arguments))
         if step == RESAMPLE:
             return ProgramPlan(step, bucket, form, tuple(launches))
-        buffers = plan_buffers(graph, dims)
+        buffers = plan_buffers(graph, dims, reuse_memory=self.reuse_memory)
         return ProgramPlan(
             step, bucket, form, tuple(launches), buffers.offsets, buffers.total_bytes
         )

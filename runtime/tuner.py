@@ -224,7 +224,7 @@ class Space:
             c for c in own if (c.template, c.schedule) == (wanted.template, wanted.schedule)
         )
 
-    def plan(self) -> planner.Plan:
+    def plan(self, *, reuse_memory: bool = True) -> planner.Plan:
         """Plan the program with the choices of the moment."""
         return planner.plan_one(
             self.engine,
@@ -234,6 +234,7 @@ class Space:
             self.graph,
             self.architecture,
             self.choose,
+            reuse_memory=reuse_memory,
         )
 
     def modules(self, plan: planner.Plan) -> dict[str, str]:
@@ -584,8 +585,8 @@ class Stopwatch:
             if number % max(1, len(jobs) // 10) == 0:
                 self.report(f"compiling candidates ({number} of {len(jobs)})")
 
-    def _program(self, space: Space) -> TritonProgram:
-        plan = space.plan()
+    def _program(self, space: Space, *, reuse_memory: bool = True) -> TritonProgram:
+        plan = space.plan(reuse_memory=reuse_memory)
         for launch in plan.programs[0].launches:
             if launch.kernel in self.outcomes and self.outcomes[launch.kernel].error:
                 raise KernelError(self.outcomes[launch.kernel].error)
@@ -651,7 +652,7 @@ class Stopwatch:
 
     def log_kernels(self, space: Space, log: TimingLog) -> None:
         """Time each kernel of the winners by itself, over the layers' own weights, and log it."""
-        program = self._program(space)
+        program = self._program(space, reuse_memory=False)
         program.run(space.work.bucket, space.work.num_seqs)  # each finds what those before it leave
         modules = space.modules(space.plan())
         step = statistics.median(

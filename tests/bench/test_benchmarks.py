@@ -102,7 +102,7 @@ def test_decode_steps_that_the_time_is_too_short_for_are_left_out(
 @pytest.mark.interpreted
 def test_kernels_are_timed_beside_their_peers(tmp_path: Path) -> None:
     sizes = ["--batches", "2", "--prompts", "1x16", "--context", "8"]
-    kernels.main(["--model", "tiny", *sizes, *INTERPRET, *SMALL, str(tmp_path)])
+    kernels.main(["--model", "tiny", *sizes, *INTERPRET, "--layers", "2", "--out", str(tmp_path)])
     rows = read(tmp_path, "kernels")
     qkv = rows["tiny decode 2x8 linear 2 rows qkv"]
     assert qkv["peers"]["cuBLAS"] > 0 and qkv["floor"] > 0

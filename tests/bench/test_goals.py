@@ -76,5 +76,6 @@ def test_the_project_s_goals_are_complete() -> None:
         "throughput",
         "startup",
         "host_time",
+        "prefix_cache",
     }
     assert {verdict.better for verdict in found} <= {"lower", "higher"}

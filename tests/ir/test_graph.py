@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -313,6 +314,13 @@ def test_no_two_live_values_share_bytes(step: str, few: bool) -> None:
                 assert ends[0] <= plan.offsets[b] or ends[1] <= plan.offsets[a], (a, b)
     total = sum(graph.types[name].num_bytes(DIMS) for name in born)
     assert plan.total_bytes < total
+
+
+def test_without_reuse_no_two_values_share_bytes() -> None:
+    graph, _ = run_passes(toy_graph("decode"), few_tokens=False)
+    plan = plan_buffers(graph, DIMS, reuse_memory=False)
+    places = sorted((plan.offsets[name], plan.sizes[name]) for name in plan.offsets)
+    assert all(a + size <= b for (a, size), (b, _) in pairwise(places))
 
 
 def test_every_op_has_a_docstring_with_its_shapes_or_formula() -> None:

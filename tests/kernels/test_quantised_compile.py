@@ -20,9 +20,7 @@ TEMPLATES = (
 )
 
 
-def job(
-    folder: Path, template: str, kv_format: str, target: str, *, store_own: bool = True
-) -> Job:
+def job(folder: Path, template: str, kv_format: str, target: str, *, store_own: bool = True) -> Job:
     """Emit a template in bf16 with a usual schedule and ask for `target`."""
     read = read_template(template)
     is_prefill, is_amd = template == "attention_prefill_quantised", target == "gfx942"
