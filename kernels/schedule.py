@@ -604,8 +604,12 @@ def attention_decode_quantised_schedules(
     programs = dims["B"] * num_kv_heads
     longest = power_of_two(-(-dims["C"] // 128))
     splits = max(1, min(power_of_two(4 * NUM_MULTIPROCESSORS // programs), longest, 64))
-    shapes = [(64, 2, 4), (64, 2, 3), (64, 4, 4), (64, 2, 5), (32, 1, 5), (32, 2, 5), (64, 1, 3)]
-    shapes += [(128, 4, 3), (64, 4, 2)]
+    # On an H200 two tiles in flight leave room for most programs; int4, which is bound by
+    # unpacking, likes a warp by itself once there are many.
+    shapes = [(64, 2, 3), (64, 2, 4), (64, 1, 3), (32, 1, 5), (64, 4, 2), (64, 2, 2), (64, 1, 2)]
+    shapes += [(32, 1, 3), (32, 1, 4), (32, 2, 3), (64, 1, 4), (64, 4, 4)]
+    if kv_format == "int4" and programs > 4 * NUM_MULTIPROCESSORS:
+        shapes.sort(key=lambda shape: shape[1])
     if is_limited:
         # A window, a cap and sinks take registers: more warps come first, for they don't spill.
         shapes.sort(key=lambda shape: -shape[1])

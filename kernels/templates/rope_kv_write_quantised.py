@@ -313,8 +313,8 @@ def rope_kv_write_quantised_close(
     HALF: tl.constexpr = HEAD_DIM // 2
     BLOCK_HALF: tl.constexpr = triton.next_power_of_2(HALF)
     BLOCK_PAGE: tl.constexpr = triton.next_power_of_2(PAGE_SIZE)
-    # Registers hold some 2048 numbers of each half at a time.
-    BLOCK_C: tl.constexpr = 2048 // BLOCK_PAGE if BLOCK_PAGE * BLOCK_HALF > 2048 else BLOCK_HALF
+    # Registers hold some 1024 numbers of each half at a time.
+    BLOCK_C: tl.constexpr = 1024 // BLOCK_PAGE if BLOCK_PAGE * BLOCK_HALF > 1024 else BLOCK_HALF
     BLOCK_T: tl.constexpr = 16
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
