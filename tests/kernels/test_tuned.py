@@ -13,6 +13,7 @@ from tests.ir.toy import toy_graph
 from treadle.bench.random_models import CONFIGS
 from treadle.ir.errors import ConfigError
 from treadle.ir.graph import Graph, Op
+from treadle.ir.kv_cache import KV_FORMATS
 from treadle.ir.pipeline import run_passes
 from treadle.kernels.emit import read_template
 from treadle.kernels.lower import Candidate, Situation, lower
@@ -156,13 +157,17 @@ def test_every_shipped_choice_is_used_by_a_model_of_the_benchmarks(path: Path) -
     buckets = {tuple(key.split("/")[-2:]) for key in table.choices}
     stale: list[str] = []
     found: set[str] = set()
-    for config in CONFIGS.values():
+    models = [(config, "") for config in CONFIGS.values()]
+    models += [(CONFIGS["llama-3.1-8b"], kv_format) for kv_format in KV_FORMATS]
+    for config, kv_format in models:
         model = from_hf({**config, "num_hidden_layers": 1})
         for step, rows in sorted(buckets):
             dims = {"T": int(rows), "B": int(rows), "R": 256, "M": 32, "P": 8192, "C": 2048}
             where = Situation(dims, step, "cuda", "sm_90")
             form = decode_form(int(rows)) if step == "decode" else step
-            authored = build_graph(model, step=step, dtype="bf16", page_size=64)
+            authored = build_graph(
+                model, step=step, dtype="bf16", page_size=64, kv_format=kv_format
+            )
             graph, _ = run_passes(
                 authored,
                 few_tokens=form.startswith("decode.few"),
