@@ -20,6 +20,7 @@ from treadle.kernels.lower import Situation, lower
 from .paged_inputs import PagedInputs
 from .quantised_inputs import QuantisedInputs, draw_quantised
 from .test_attention import assert_same, draw_inputs
+from .test_quantised_attention import assert_same as assert_same_quantised
 from .test_rope_attention import draw_step
 
 MODEL = (6, 2, 24, 16)  # H, G, D, S
@@ -288,7 +289,7 @@ def test_decode_with_a_quantised_cache_keeps_its_limits(
         counters.to(device),
         plain.num_seqs,
     )
-    torch.testing.assert_close(out, expected, atol=4e-3, rtol=4e-3)
+    assert_same_quantised(out, expected)
 
 
 @pytest.mark.parametrize("limits", QUANTISED)
@@ -322,7 +323,7 @@ def test_prefill_with_a_quantised_cache_keeps_its_limits(
         plain.num_tokens,
         plain.num_seqs,
     )
-    torch.testing.assert_close(out, expected, atol=4e-3, rtol=4e-3)
+    assert_same_quantised(out, expected)
 
 
 @pytest.mark.parametrize("limits", LIMITS)
