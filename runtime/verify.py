@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from treadle.ir import ops
 from treadle.ir.errors import CheckpointError
@@ -223,6 +222,9 @@ def load_transformers(checkpoint: Checkpoint) -> Any:
 
     Raises: CheckpointError: transformers does not know the model, or can't read it.
     """
+    # It takes seconds to import, and the tuner needs the tolerances of this file alone.
+    from transformers import AutoModelForCausalLM
+
     path = checkpoint.path
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     if checkpoint.kind == "gguf":

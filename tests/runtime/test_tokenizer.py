@@ -49,6 +49,29 @@ def test_decode_equals_the_transformers_library(byte_level: Tokenizer, tmp_path:
     assert byte_level.decode(token_ids) == judge.decode(token_ids, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("class_name", ["TokenizersBackend", "LlamaTokenizer", None])
+def test_a_folder_of_its_own_loads_as_the_transformers_library_loads_it(
+    tmp_path: Path, class_name: str | None
+) -> None:
+    folder = tiny.save_byte_level(tmp_path, ["The qu"], template=tiny.TEMPLATE_WITH_BOS)
+    (folder / "config.json").unlink(missing_ok=True)
+    edit_class(folder, class_name)
+    found, judge = Tokenizer.from_path(folder), AutoTokenizer.from_pretrained(folder)
+    assert type(found._hf) is type(judge)
+    assert found._hf.get_vocab() == judge.get_vocab()
+    assert found._hf.special_tokens_map == judge.special_tokens_map
+    assert found._hf.chat_template == judge.chat_template
+    assert found.encode("The quiet</s> day") == judge.encode("The quiet</s> day")
+
+
+def edit_class(folder: Path, class_name: str | None) -> None:
+    """Name the tokenizer's class in its config, or no class."""
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    settings.pop("tokenizer_class", None)
+    file.write_text(json.dumps(settings | ({"tokenizer_class": class_name} if class_name else {})))
+
+
 def test_ids_outside_the_vocabulary_add_no_text(byte_level: Tokenizer) -> None:
     padded_id = byte_level.vocab_size + 7
     assert byte_level.decode([0x41, padded_id, 0x42]) == "AB"
