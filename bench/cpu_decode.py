@@ -33,7 +33,8 @@ import transformers  # noqa: E402
 
 from treadle.bench.rows import Row, conditions, write_rows  # noqa: E402
 from treadle.runtime import demo_model  # noqa: E402
-from treadle.runtime.compiler import CompileOptions, compile_model  # noqa: E402
+from treadle.runtime.compile_key import CompileOptions  # noqa: E402
+from treadle.runtime.compiler import compile_model  # noqa: E402
 from treadle.runtime.engine import Engine  # noqa: E402
 from treadle.runtime.loading import ServeOptions, load_model  # noqa: E402
 from treadle.runtime.progress import Progress  # noqa: E402

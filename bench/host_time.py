@@ -34,7 +34,8 @@ from treadle.bench.random_models import CONFIGS  # noqa: E402
 from treadle.bench.rows import Row, conditions, with_goal  # noqa: E402
 from treadle.bench.workloads import draw_prompt  # noqa: E402
 from treadle.runtime import host_times  # noqa: E402
-from treadle.runtime.compiler import CompileOptions, compile_model  # noqa: E402
+from treadle.runtime.compile_key import CompileOptions  # noqa: E402
+from treadle.runtime.compiler import compile_model  # noqa: E402
 from treadle.runtime.engine import Engine, LoadedModel  # noqa: E402
 from treadle.runtime.executor import Executor, Program, StepResult  # noqa: E402
 from treadle.runtime.loading import ServeOptions, load_model  # noqa: E402

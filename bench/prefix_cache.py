@@ -25,7 +25,8 @@ from treadle.bench.random_models import CONFIGS  # noqa: E402
 from treadle.bench.rows import Row, conditions, with_goal  # noqa: E402
 from treadle.bench.workloads import draw_prompt  # noqa: E402
 from treadle.runtime.commands import make_engine  # noqa: E402
-from treadle.runtime.compiler import CompileOptions, compile_model  # noqa: E402
+from treadle.runtime.compile_key import CompileOptions  # noqa: E402
+from treadle.runtime.compiler import compile_model  # noqa: E402
 from treadle.runtime.config import KV_DTYPES  # noqa: E402
 from treadle.runtime.engine import Engine  # noqa: E402
 from treadle.runtime.loading import ServeOptions  # noqa: E402

@@ -21,7 +21,7 @@ sys.path[:] = [str(ROOT / ".import"), *[p for p in sys.path if Path(p or ".").re
 
 from treadle.bench.cases import add_options, play  # noqa: E402
 from treadle.bench.checkpoints import write_checkpoint  # noqa: E402
-from treadle.bench.child_server import run_command, running_server  # noqa: E402
+from treadle.bench.child_server import Server, run_command, running_server  # noqa: E402
 from treadle.bench.random_models import CONFIGS  # noqa: E402
 from treadle.bench.rows import Row, conditions, with_goal  # noqa: E402
 
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         def start_first() -> Iterator[Row]:
             with running_server(artifact, cache) as server:
-                _tell(server.phases_s)
+                _tell(server)
                 yield row("ready, first", server.ready_s, phases_s=server.phases_s)
 
         def start_warm() -> Iterator[Row]:
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
             for _ in range(asked.rounds):
                 with running_server(artifact, cache) as server:
                     found.append((server.ready_s, server.phases_s))
-                    _tell(server.phases_s)
+                    _tell(server)
             middle = statistics.median_low(seconds for seconds, _ in found)
             phases = next(phases for seconds, phases in found if seconds == middle)
             every = [seconds for seconds, _ in found]
@@ -75,8 +75,10 @@ def main(arguments: list[str] | None = None) -> int:
         return play("startup", cases.items(), asked, began_s).exit_code
 
 
-def _tell(phases_s: dict[str, float]) -> None:
-    for phase, seconds in phases_s.items():
+def _tell(server: Server) -> None:
+    """Print the phases of a start, and what of it is in none of them."""
+    rest_s = server.ready_s - sum(server.phases_s.values())
+    for phase, seconds in {**server.phases_s, "in no phase": rest_s}.items():
         print(f"           {seconds:6.2f} s  {phase}", flush=True)
 
 

@@ -11,14 +11,15 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from treadle.ir.errors import CheckpointError
 from treadle.runtime.gguf_source import GgufSource
 from treadle.runtime.mxfp4 import Mxfp4Source, is_mxfp4
-from treadle.runtime.safetensors_source import HOST, SafetensorsSource, TensorEntry
+from treadle.runtime.safetensors_source import SafetensorsSource, TensorEntry
+
+if TYPE_CHECKING:
+    import torch
 
 _SAMPLE_BYTES = 256
 
@@ -32,7 +33,7 @@ class TensorSource(Protocol):
     def names(self) -> frozenset[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def dtype(self, name: str) -> torch.dtype: ...
-    def tensor(self, name: str, device: torch.device = HOST) -> torch.Tensor: ...
+    def tensor(self, name: str, device: torch.device | None = None) -> torch.Tensor: ...
     def entry(self, name: str) -> TensorEntry | None: ...
     def headers(self) -> Iterator[tuple[str, bytes, int]]: ...
     def spans(self) -> Iterator[tuple[Path, int, int]]: ...
@@ -77,8 +78,8 @@ class Checkpoint:
         """
         return self.source.dtype(self._known(name))
 
-    def tensor(self, name: str, device: torch.device = HOST) -> torch.Tensor:
-        """Read one tensor to a device, in Hugging Face's layout. Treat it as read-only.
+    def tensor(self, name: str, device: torch.device | None = None) -> torch.Tensor:
+        """Read one tensor to a device (None: the host), in Hugging Face's layout; it is read-only.
 
         On the host, a tensor of a safetensors file is a view of the mapped file: its pages are read
         when used. Values in MXFP4 are widened on the device.

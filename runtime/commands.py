@@ -10,9 +10,8 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 from treadle.ir.errors import ArtifactError, ConfigError, SpecError
@@ -20,83 +19,20 @@ from treadle.ir.graph import Graph, Op
 from treadle.ir.text import print_graph, print_op, print_weight
 from treadle.models.registry import read_config
 from treadle.runtime import artifact as artifacts
-from treadle.runtime import compiler
+from treadle.runtime import compiler, machine
 from treadle.runtime.chat import Chat
 from treadle.runtime.checkpoint import open_checkpoint
-from treadle.runtime.compiler import Compilation, CompileOptions
+from treadle.runtime.compile_key import CompileOptions, cached_artifact_path, engine_config
+from treadle.runtime.compiler import Compilation
 from treadle.runtime.config import read_kv_dtypes
-from treadle.runtime.console import print_json, print_table, program_name
+from treadle.runtime.console import print_table, program_name
 from treadle.runtime.engine import Engine, LoadedModel
 from treadle.runtime.loading import ServeOptions, load_model
 from treadle.runtime.progress import Progress
 from treadle.runtime.request import Delta, SamplingParams, Usage, collect, fit_to_window
 from treadle.runtime.tokenizer import Tokenizer
-from treadle.runtime.tune_command import BUDGET_S, tune_for_compile
 
 Report = Callable[[str], None]
-
-
-def run_compile(
-    source: str,
-    out: Path,
-    target: str,
-    arch: str,
-    dtype: str | None,
-    page_size: int,
-    max_rows: int,
-    max_step_tokens: int,
-    max_context_tokens: int,
-    kv_dtype: str,
-    quant_policy: int | None,
-    dump: Path | None,
-    autotune: str,
-    pin: Path | None,
-    progress: str,
-    as_json: bool,
-) -> None:
-    """Compile a model source into an artifact and say what it is."""
-    options = CompileOptions(
-        target=target,
-        architecture=arch,
-        dtype=dtype or "",
-        page_size=page_size,
-        max_rows=max_rows,
-        max_step_tokens=max_step_tokens,
-        max_context_tokens=max_context_tokens,
-        kv_formats=read_kv_dtypes(kv_dtype, quant_policy),
-        dump=dump,
-        autotune=autotune,
-        pin=pin,
-    )
-    with Progress(progress) as shown:
-        # Before the long part, so that nobody waits for a result in the wrong place.
-        shown.note(f"output: {out}")
-        with shown.phases() as report:
-            if autotune in BUDGET_S:
-                tune_for_compile(source, options, report)
-            result = compiler.compile_model(source, out, options, report)
-    manifest = result.artifact.manifest
-    if as_json:
-        print_json(
-            {
-                "artifact": str(result.artifact.path),
-                "was_current": result.was_current,
-                "manifest": asdict(manifest),
-            }
-        )
-        return
-    engine = manifest.engine
-    print_table(
-        [
-            ("artifact", f"{result.artifact.path}{' (was current)' if result.was_current else ''}"),
-            ("model", f"{manifest.model_name} ({manifest.model_architecture}, {engine.dtype})"),
-            ("target", f"{manifest.target} {manifest.architecture}".strip()),
-            ("window", f"{engine.max_context_tokens} tokens"),
-            ("KV cache", ", ".join(name or engine.dtype for name in manifest.kv_formats)),
-            ("batch", f"{engine.max_rows} requests, {engine.max_step_tokens} tokens a step"),
-            ("next", f"{program_name()} generate {result.artifact.path} 'Hello'"),
-        ]
-    )
 
 
 def run_generate(
@@ -240,20 +176,23 @@ def make_engine(
     options: ServeOptions,
     progress: str,
     on_ready: Callable[[LoadedModel], None] | None = None,
+    time_before: Callable[[], Mapping[str, float]] = dict,
 ) -> Engine:
     """Give an engine that will load the artifact when started, and show its progress.
 
     `on_ready` tells about the model; without it only what is odd about the weights is told.
+    `time_before` is asked at each load for the phases, in seconds, that led to it.
     """
 
     def load(set_phase: Report) -> LoadedModel:
+        before_s = time_before()
         with Progress(progress) as shown, shown.phases() as report:
 
             def tell(phase: str) -> None:
                 set_phase(phase)
                 report(phase)
 
-            return load_model(path, options, tell)
+            return load_model(path, options, tell, before_s)
 
     return Engine(artifacts.read_manifest(path).model_name, load, on_ready or _tell_warning)
 
@@ -278,7 +217,7 @@ def artifact_of(source: str, target: str, progress: str, kv_dtype: str = "") -> 
             )
         return path
     options = CompileOptions(target=target, kv_formats=read_kv_dtypes(kv_dtype))
-    out = compiler.cached_artifact_path(source, options)
+    out = cached_artifact_path(source, options)
     with Progress(progress) as shown, shown.phases() as report:
         return compiler.compile_model(source, out, options, report).artifact.path
 
@@ -307,14 +246,13 @@ def _kernel_text(artifact: artifacts.Artifact, name: str) -> str:
 
 def _build(source: str) -> Compilation:
     """Build the graphs of a model source, or those of the model that an artifact was made from."""
-    options = CompileOptions()
     path = Path(source)
     if artifacts.is_artifact(path):
         manifest = artifacts.read_manifest(path)
         config = read_config(open_checkpoint(manifest.model_path).config)
         return compiler.build(config, manifest.engine)
     config = read_config(open_checkpoint(source).config)
-    return compiler.build(config, compiler.engine_config(config, options))
+    return compiler.build(config, engine_config(config, CompileOptions(), machine.look()))
 
 
 def _form(step: str, few_tokens: bool) -> str:

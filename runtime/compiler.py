@@ -5,28 +5,27 @@ Called by the command line and the pipeline. Never loads weights: only their nam
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import treadle
-from treadle.ir import knobs, pipeline
+from treadle.ir import pipeline
 from treadle.ir.builder import build_resample
-from treadle.ir.errors import ArtifactError, ConfigError
+from treadle.ir.errors import ArtifactError
 from treadle.ir.graph import Graph
 from treadle.ir.text import print_graph
 from treadle.models.config import ModelConfig
 from treadle.models.registry import build_graph, find_family, read_config
 from treadle.runtime import artifact as artifacts
 from treadle.runtime import machine, planner
-from treadle.runtime.artifact import TOKENIZER, Artifact, Manifest
+from treadle.runtime.artifact import TOKENIZER, Artifact
 from treadle.runtime.binaries import BINARIES, compile_binaries, jobs_of
 from treadle.runtime.checkpoint import Checkpoint, open_checkpoint
-from treadle.runtime.config import DTYPES, EngineConfig
+from treadle.runtime.compile_key import CompileOptions, wanted_manifest
+from treadle.runtime.config import EngineConfig
 from treadle.runtime.planner import RESAMPLE
 from treadle.runtime.tables import table_for
 from treadle.runtime.tokenizer import Tokenizer
@@ -55,33 +54,8 @@ FORMS = {
     "decode.joined": Form("decode", joined=True),
     "mixed": Form("mixed"),
 }
-DEFAULT_WINDOW_TOKENS = 8192  # of a model whose own window is larger, unless asked otherwise
 # Any of these makes a folder one with a tokenizer.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-
-@dataclass(frozen=True)
-class CompileOptions:
-    """Say how to compile. Empty or 0 means: decide from the model and the machine.
-
-    `target` auto, cuda, interpret or reference; `architecture` the GPU to compile for (`sm_90`),
-    which need not be in this machine; `dtype` the compute dtype; sizes as in `EngineConfig`;
-    `kv_formats` the formats of the KV cache that the artifact may be served with, the first by
-    default, none for the compute dtype alone; `autotune` off for the default schedules, else the
-    tuned ones; `pin` a table that comes first.
-    """
-
-    target: str = "auto"
-    architecture: str = ""
-    dtype: str = ""
-    page_size: int = 0
-    max_rows: int = 0
-    max_step_tokens: int = 0
-    max_context_tokens: int = 0
-    kv_formats: tuple[str, ...] = ()
-    dump: Path | None = None
-    autotune: str = "cached"
-    pin: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -101,36 +75,6 @@ class Compilation:
     authored: Mapping[str, Graph]
     fused: Mapping[str, Graph]
     passes: Mapping[str, tuple[pipeline.PassRecord, ...]]
-
-
-def engine_config(config: ModelConfig, options: CompileOptions) -> EngineConfig:
-    """Decide the engine's shape. Raises: ConfigError: an option is out of range for the model."""
-    target = machine.choose_target(options.target)
-    on_gpu = target == "cuda"
-    window = options.max_context_tokens or min(
-        config.max_position_embeddings, DEFAULT_WINDOW_TOKENS
-    )
-    if window > config.max_position_embeddings:
-        raise ConfigError(
-            f"--max-context-tokens {window} is more than the model's window of "
-            f"{config.max_position_embeddings}.",
-            remedy="Positions it was never trained on give nonsense; use at most its window.",
-        )
-    # Without bf16 arithmetic in silicon f32 is faster on a CPU, and exact against the oracle.
-    default_dtype = config.dtype if on_gpu else "float32"
-    dtype = options.dtype or default_dtype
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype is one of {', '.join(DTYPES)}, not `{dtype}`.")
-    max_rows = options.max_rows or (256 if on_gpu else 16)
-    return EngineConfig(
-        target=target,
-        dtype=DTYPES[dtype],
-        page_size=options.page_size or (64 if on_gpu else 16),
-        max_rows=max_rows,
-        max_step_tokens=options.max_step_tokens or max(8192 if on_gpu else 512, max_rows),
-        max_context_tokens=window,
-        kv_format=options.kv_formats[0] if options.kv_formats else "",
-    )
 
 
 def build(config: ModelConfig, engine: EngineConfig) -> Compilation:
@@ -170,8 +114,8 @@ def compile_model(
     config = read_config(checkpoint.config)
     if config.unknown_keys:
         report(f"config keys that nothing reads: {', '.join(config.unknown_keys)}")
-    engine = engine_config(config, options)
-    manifest = _manifest(checkpoint, config, engine, options)
+    manifest = wanted_manifest(checkpoint, config, options, machine.look())
+    engine = manifest.engine
     if artifacts.is_artifact(out):
         current = _open_if_current(out, manifest.key, report)
         if current is not None:
@@ -279,63 +223,6 @@ def _open_if_current(out: Path, key: str, report: Report) -> Artifact | None:
     return current if current.manifest.key == key else None
 
 
-def _manifest(
-    checkpoint: Checkpoint, config: ModelConfig, engine: EngineConfig, options: CompileOptions
-) -> Manifest:
-    found = machine.look()
-    architecture = ""
-    if engine.target == "cuda":
-        architecture = options.architecture or found.architecture
-        if not architecture:
-            raise ConfigError(
-                "There is no GPU here to compile for.",
-                remedy="Name one with --arch, for example sm_90, or use --target reference.",
-            )
-    gpu = found.gpu if architecture == found.architecture else ""
-    manifest = Manifest(
-        key="",
-        treadle=treadle.__version__,
-        torch=found.torch,
-        triton=found.triton,
-        target=engine.target,
-        architecture=architecture,
-        gpu=gpu,
-        model_path=str(checkpoint.path.resolve()),
-        model_kind=checkpoint.kind,
-        model_name=checkpoint.path.resolve().stem
-        if checkpoint.kind == "gguf"
-        else checkpoint.path.resolve().name,
-        model_architecture=config.architecture,
-        model_fingerprint=checkpoint.fingerprint(),
-        engine=engine,
-        kv_formats=options.kv_formats or (engine.kv_format,),
-    )
-    parts: dict[str, Any] = {
-        name: str(getattr(manifest, name))
-        for name in manifest.__dataclass_fields__
-        if name != "key"
-    }
-    parts["source"] = source_fingerprint()
-    if engine.target == "cuda":
-        table = table_for(gpu, architecture, options.autotune, options.pin)
-        parts["schedules"] = table.fingerprint()
-    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    return replace(manifest, key=key)
-
-
-@cache
-def source_fingerprint() -> str:
-    """Give one hash over Treadle's own source and tuned tables: both decide what is emitted."""
-    root = Path(treadle.__file__).parent
-    digest = hashlib.sha256()
-    for folder in ("ir", "kernels", "models", "runtime"):
-        files = [file for suffix in ("*.py", "*.json") for file in (root / folder).rglob(suffix)]
-        for file in sorted(files):
-            digest.update(str(file.relative_to(root)).encode())
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
 def write_dump(compilation: Compilation, folder: Path) -> None:
     """Write the graph after each pass, numbered, and the refusals, for people to read and diff.
 
@@ -350,11 +237,3 @@ def write_dump(compilation: Compilation, folder: Path) -> None:
                 (folder / f"{form}.{number:02}_{record.name}.ir").write_text(record.dump)
     except OSError as error:
         raise artifacts.write_error(folder, error) from error
-
-
-def cached_artifact_path(source: str | Path, options: CompileOptions) -> Path:
-    """Give the place in the cache of the artifact for a source and options."""
-    checkpoint = open_checkpoint(source)
-    config = read_config(checkpoint.config)
-    key = _manifest(checkpoint, config, engine_config(config, options), options).key
-    return knobs.cache_dir() / "artifacts" / f"{checkpoint.path.stem}-{key[:16]}"

@@ -12,15 +12,16 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, dequantize
 from gguf.gguf_reader import ReaderTensor
 
 from treadle.ir.errors import CheckpointError
-from treadle.runtime.safetensors_source import HOST
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,11 @@ _BLOCK_NAMES = {
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+)\.(?P<kind>weight|bias)")
 _ROPE_FREQS = "rope_freqs.weight"  # not a weight: the llama3 scaling, tabulated
 
+# Stored as they are computed with; the names are torch's.
 _PLAIN_DTYPES = {
-    GGMLQuantizationType.F32: torch.float32,
-    GGMLQuantizationType.F16: torch.float16,
-    GGMLQuantizationType.BF16: torch.bfloat16,
+    GGMLQuantizationType.F32: "float32",
+    GGMLQuantizationType.F16: "float16",
+    GGMLQuantizationType.BF16: "bfloat16",
 }
 # Elements dequantised at once. The library takes 16 rows at a time; runs of this size stay in the
 # CPU's cache and are some 6 times faster on a model with rows of 576.
@@ -142,9 +144,12 @@ class GgufSource:
         return _shape(self._tensors[name])
 
     def dtype(self, name: str) -> torch.dtype:
-        return _PLAIN_DTYPES.get(self._tensors[name].tensor_type, torch.float32)
+        import torch
 
-    def tensor(self, name: str, device: torch.device = HOST) -> torch.Tensor:
+        plain = _PLAIN_DTYPES.get(self._tensors[name].tensor_type, "float32")
+        return getattr(torch, plain)  # type: ignore[no-any-return]
+
+    def tensor(self, name: str, device: torch.device | None = None) -> torch.Tensor:
         values = _dequantise(self._tensors[name])
         for projection, heads in _HEADS_OF.items():
             if self._family.permutes_rows and projection in name:
@@ -156,7 +161,7 @@ class GgufSource:
                         remedy="Download the file again, or convert the model again.",
                     )
                 values = _restore_row_order(values, num_heads)
-        return values.to(device)
+        return values if device is None else values.to(device)
 
     def entry(self, name: str) -> None:
         """A file's tensors are dequantised, transposed or joined on the way: none is as it lies."""
@@ -174,7 +179,7 @@ class GgufSource:
     def _rope_freqs(self) -> tuple[float, ...]:
         for tensor in self._reader.tensors:
             if tensor.name == _ROPE_FREQS:
-                return tuple(_dequantise(tensor).float().flatten().tolist())
+                return tuple(dequantize(tensor.data, tensor.tensor_type).flatten().tolist())
         return ()
 
 
@@ -372,9 +377,12 @@ def _shape(tensor: ReaderTensor) -> tuple[int, ...]:
 
 def _dequantise(tensor: ReaderTensor) -> torch.Tensor:
     """Give a tensor's values: 16-bit floats as they are, everything else in float32."""
+    import torch
+
     if tensor.tensor_type in _PLAIN_DTYPES:
         copy = torch.from_numpy(np.array(tensor.data))  # the mapped file itself is read-only
-        return copy.view(_PLAIN_DTYPES[tensor.tensor_type]).reshape(_shape(tensor))
+        plain: torch.dtype = getattr(torch, _PLAIN_DTYPES[tensor.tensor_type])
+        return copy.view(plain).reshape(_shape(tensor))
     block_elements, block_bytes = GGML_QUANT_SIZES[tensor.tensor_type]
     codes = tensor.data.reshape(-1)
     num_blocks = codes.size // block_bytes
@@ -504,7 +512,7 @@ def _majority_dtype(tensors: Iterable[ReaderTensor]) -> str:
     for tensor in tensors:
         counts[tensor.tensor_type] = counts.get(tensor.tensor_type, 0) + int(tensor.n_elements)
     majority = max(counts, key=lambda kind: counts[kind])
-    return str(_PLAIN_DTYPES.get(majority, torch.bfloat16)).removeprefix("torch.")
+    return _PLAIN_DTYPES.get(majority, "bfloat16")
 
 
 def _rope_scaling(

@@ -209,10 +209,16 @@ def load_artifact(
 
 
 def load_model(
-    path: Path, options: ServeOptions, report: Callable[[str], None] = lambda phase: None
+    path: Path,
+    options: ServeOptions,
+    report: Callable[[str], None] = lambda phase: None,
+    before_s: Mapping[str, float] | None = None,
 ) -> LoadedModel:
-    """Load an artifact for serving. Raises: see `load_artifact`."""
-    timer = _PhaseTimer(report)
+    """Load an artifact for serving. `before_s` are phases that are over, which the summary names.
+
+    Raises: see `load_artifact`.
+    """
+    timer = _PhaseTimer(report, before_s or {})
     tokenizers: list[Future[Tokenizer]] = []
     with ThreadPoolExecutor(1, thread_name_prefix="treadle-tokenizer") as aside:
 
@@ -381,8 +387,9 @@ def count_compiles() -> Callable[[], int]:
 class _PhaseTimer:
     """Report phases and remember how long each took."""
 
-    def __init__(self, report: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[str], None], before_s: Mapping[str, float]) -> None:
         self._report = report
+        self._before_s = before_s
         self._phases: list[tuple[str, float]] = []
 
     def begin(self, phase: str) -> None:
@@ -392,7 +399,8 @@ class _PhaseTimer:
     def finish(self) -> str:
         """Give `phase seconds, …` over all phases."""
         starts = [start for _, start in self._phases] + [time.perf_counter()]
-        return ", ".join(
-            f"{phase} {starts[index + 1] - start:.2f} s"
-            for index, (phase, start) in enumerate(self._phases)
-        )
+        took_s = [
+            (phase, starts[index + 1] - start) for index, (phase, start) in enumerate(self._phases)
+        ]
+        told = [*self._before_s.items(), *took_s]
+        return ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in told)

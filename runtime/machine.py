@@ -1,17 +1,26 @@
 """What this machine offers: the default target, the GPU, the versions.
 
-Called by the compiler, the loader and benchmarks.
+Called by the compiler, the loader and benchmarks. Loads no library before it is asked something
+that needs one, so that what only compares can do without.
 """
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
-
-import torch
-import triton
+from importlib import metadata
+from typing import TYPE_CHECKING
 
 from treadle.ir import knobs
 from treadle.ir.errors import MachineError
+
+if TYPE_CHECKING:
+    import torch
+
+DRIVER = "libcuda.so.1"
+# Numbers of the driver's `CUdevice_attribute`.
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
+_MAX_NAME_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -20,25 +29,66 @@ class Machine:
 
     gpu: str
     architecture: str
-    torch: str = torch.__version__
-    triton: str = triton.__version__
+    torch: str = ""
+    triton: str = ""
 
 
 def look() -> Machine:
-    """Look at the machine."""
+    """Look at the machine, with the eyes of torch and Triton."""
+    import torch
+    import triton
+
+    versions = (str(torch.__version__), triton.__version__)
     if not torch.cuda.is_available():
-        return Machine("", "")
+        return Machine("", "", *versions)
     properties = torch.cuda.get_device_properties(0)
-    return Machine(properties.name, f"sm_{properties.major}{properties.minor}")
+    return Machine(properties.name, f"sm_{properties.major}{properties.minor}", *versions)
 
 
-def choose_target(asked: str) -> str:
+def glance() -> Machine:
+    """Look at the machine without torch and Triton, which take seconds to import.
+
+    Good for comparing alone: without a GPU's driver, or with packages of other names, it sees less
+    than `look` does, and a driver that is too old for torch it sees all the same.
+    """
+    versions = (_installed_version("torch"), _installed_version("triton"))
+    try:
+        name, major, minor = _first_gpu(ctypes.CDLL(DRIVER))
+    except (OSError, AttributeError):  # no driver, or one that lacks a function
+        return Machine("", "", *versions)
+    return Machine(name, f"sm_{major}{minor}", *versions)
+
+
+def _installed_version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _first_gpu(driver: ctypes.CDLL) -> tuple[str, int, int]:
+    """Give name and compute capability of the first GPU. Raises: OSError: there is none."""
+
+    def call(function: str, *arguments: object) -> None:
+        if error := getattr(driver, function)(*arguments):
+            raise OSError(f"{function} gives {error}")
+
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    name = ctypes.create_string_buffer(_MAX_NAME_BYTES)
+    call("cuInit", 0)
+    call("cuDeviceGet", ctypes.byref(device), 0)
+    call("cuDeviceGetName", name, _MAX_NAME_BYTES, device)
+    call("cuDeviceGetAttribute", ctypes.byref(major), _CAPABILITY_MAJOR, device)
+    call("cuDeviceGetAttribute", ctypes.byref(minor), _CAPABILITY_MINOR, device)
+    return name.value.decode(), major.value, minor.value
+
+
+def choose_target(asked: str, machine: Machine) -> str:
     """Give the target to use: the one asked for, or `cuda` where there is a GPU, else `reference`.
 
     Raises: MachineError: the target asked for can't run here.
     """
     asked = knobs.target() if asked == "auto" else asked
-    machine = look()
     if asked == "auto":
         return "cuda" if machine.gpu else "reference"
     if asked == "interpret" and not knobs.triton_interpret():
@@ -51,6 +101,8 @@ def choose_target(asked: str) -> str:
 
 def device_of(target: str) -> torch.device:
     """Give the device a target runs on. Raises: MachineError: `cuda` without a GPU."""
+    import torch
+
     if target != "cuda":
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from treadle.ir.errors import CheckpointError
-from treadle.runtime.safetensors_source import HOST, SafetensorsSource, TensorEntry
+from treadle.runtime.safetensors_source import SafetensorsSource, TensorEntry
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCK_BYTES = 16  # 32 numbers
 EXPONENT_BIAS = 127
@@ -37,6 +38,8 @@ def widen(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     Shapes: blocks u8[.., G, 16], scales u8[.., G] -> bf16[.., 32 G].
     Source: Open Compute Project, Microscaling Formats (MX) Specification 1.0, 2023.
     """
+    import torch
+
     numbers = torch.tensor(NUMBERS, dtype=torch.bfloat16)
     codes = torch.arange(256)
     pairs = torch.stack((numbers[codes & 15], numbers[codes >> 4]), dim=-1)  # [256, 2]
@@ -79,9 +82,14 @@ class Mxfp4Source:
         return (*outer, 2 * BLOCK_BYTES * blocks, rows)
 
     def dtype(self, name: str) -> torch.dtype:
+        import torch
+
         return torch.bfloat16 if name in self._packed else self._stored.dtype(name)
 
-    def tensor(self, name: str, device: torch.device = HOST) -> torch.Tensor:
+    def tensor(self, name: str, device: torch.device | None = None) -> torch.Tensor:
+        import torch
+
+        device = device or torch.device("cpu")
         if name not in self._packed:
             return self._stored.tensor(name, device)
         blocks, scales = (self._stored.tensor(name + suffix) for suffix in (_BLOCKS, _SCALES))
@@ -112,16 +120,15 @@ class Mxfp4Source:
                 remedy="The download is incomplete: run it again, it fetches what is missing.",
             )
         shape, found = stored.shape(blocks), stored.shape(scales)
-        dtypes = {stored.dtype(blocks), stored.dtype(scales)}
+        dtypes = {stored.dtype_name(blocks), stored.dtype_name(scales)}
         if len(shape) < 3 or shape[-1] != BLOCK_BYTES or found != shape[:-1]:
             raise CheckpointError(
                 f"`{blocks}` and `{scales}` should have the shapes [.., N, G, {BLOCK_BYTES}] and "
                 f"[.., N, G]; found {list(shape)} and {list(found)}.",
                 remedy="The file was converted wrongly: download it again.",
             )
-        if dtypes != {torch.uint8}:
+        if dtypes != {"uint8"}:
             raise CheckpointError(
-                f"`{blocks}` and `{scales}` should hold bytes; found "
-                f"{', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}.",
+                f"`{blocks}` and `{scales}` should hold bytes; found {', '.join(sorted(dtypes))}.",
                 remedy="The file was converted wrongly: download it again.",
             )

@@ -26,7 +26,7 @@ from treadle.ir.errors import ConfigError, RequestError, TreadleError
 from treadle.runtime import artifact as artifacts
 from treadle.runtime import compiler
 from treadle.runtime.commands import make_engine
-from treadle.runtime.compiler import CompileOptions
+from treadle.runtime.compile_key import CompileOptions, cached_artifact_path
 from treadle.runtime.config import DTYPES, read_kv_dtypes
 from treadle.runtime.loading import ServeOptions
 from treadle.runtime.pipeline_config import EngineConfig, GenerationConfig, Response
@@ -114,7 +114,7 @@ def _artifact_for(source: str | Path, config: EngineConfig, kv_dtype: str, progr
         max_context_tokens=config.max_context_tokens,
         kv_formats=read_kv_dtypes(kv_dtype),
     )
-    out = compiler.cached_artifact_path(source, options)
+    out = cached_artifact_path(source, options)
     with Progress(progress) as shown, shown.phases() as report:
         return compiler.compile_model(source, out, options, report).artifact.path
 

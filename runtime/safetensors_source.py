@@ -12,12 +12,14 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from treadle.ir.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -26,21 +28,27 @@ _LFS_POINTER = b"version https://git-lfs"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _DOWNLOAD_AGAIN = "Download the file again, or copy it again: the copy at hand is incomplete."
 
-HOST = torch.device("cpu")
 
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+class StoredDtype(NamedTuple):
+    """Name a dtype as torch does, and give its size: headers are read before torch is loaded."""
+
+    name: str
+    item_bytes: int
+
+
+DTYPES: dict[str, StoredDtype] = {
+    "F64": StoredDtype("float64", 8),
+    "F32": StoredDtype("float32", 4),
+    "F16": StoredDtype("float16", 2),
+    "BF16": StoredDtype("bfloat16", 2),
+    "F8_E4M3": StoredDtype("float8_e4m3fn", 1),
+    "F8_E5M2": StoredDtype("float8_e5m2", 1),
+    "I64": StoredDtype("int64", 8),
+    "I32": StoredDtype("int32", 4),
+    "I16": StoredDtype("int16", 2),
+    "I8": StoredDtype("int8", 1),
+    "U8": StoredDtype("uint8", 1),
+    "BOOL": StoredDtype("bool", 1),
 }
 
 
@@ -49,10 +57,17 @@ class TensorEntry:
     """Say where one tensor lies: `start` and `stop` are byte offsets from the start of the file."""
 
     file: Path
-    dtype: torch.dtype
+    dtype_name: str
     shape: tuple[int, ...]
     start: int
     stop: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype as torch has it."""
+        import torch
+
+        return getattr(torch, self.dtype_name)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -94,7 +109,10 @@ class SafetensorsSource:
     def dtype(self, name: str) -> torch.dtype:
         return self._entries[name].dtype
 
-    def tensor(self, name: str, device: torch.device = HOST) -> torch.Tensor:
+    def dtype_name(self, name: str) -> str:
+        return self._entries[name].dtype_name
+
+    def tensor(self, name: str, device: torch.device | None = None) -> torch.Tensor:
         file = self._entries[name].file
         try:
             if file not in self._open_files:
@@ -104,7 +122,7 @@ class SafetensorsSource:
             raise CheckpointError(
                 f"`{name}` in {file} can't be read: {error}.", remedy=_DOWNLOAD_AGAIN
             ) from error
-        return tensor.to(device)
+        return tensor if device is None else tensor.to(device)
 
     def entry(self, name: str) -> TensorEntry:
         return self._entries[name]
@@ -301,14 +319,14 @@ def _parse_entry(file: Path, data_start: int, field: dict[str, Any]) -> TensorEn
         raise ValueError(f"dtype {field['dtype']!r} is not one of {', '.join(DTYPES)}")
     shape = tuple(int(size) for size in field["shape"])
     start, stop = (int(offset) for offset in field["data_offsets"])
-    expected_bytes = dtype.itemsize
+    expected_bytes = dtype.item_bytes
     for size in shape:
         expected_bytes *= size
     if start < 0 or stop - start != expected_bytes:
         raise ValueError(
             f"{field['dtype']}{list(shape)} takes {expected_bytes} bytes, not {stop - start}"
         )
-    return TensorEntry(file, dtype, shape, data_start + start, data_start + stop)
+    return TensorEntry(file, dtype.name, shape, data_start + start, data_start + stop)
 
 
 def _join(shards: Iterable[Shard]) -> dict[str, TensorEntry]:
@@ -327,9 +345,9 @@ def _join(shards: Iterable[Shard]) -> dict[str, TensorEntry]:
 
 def _set_dtype(config: dict[str, Any], entries: Iterable[TensorEntry]) -> None:
     """Take the dtype of the weights where the config names none, as transformers does."""
-    floating = [entry.dtype for entry in entries if entry.dtype.is_floating_point]
+    floating = [entry.dtype_name for entry in entries if "float" in entry.dtype_name]
     if floating:
-        config["torch_dtype"] = str(floating[0]).removeprefix("torch.")
+        config["torch_dtype"] = floating[0]
 
 
 def _lfs_pointer(file: Path) -> CheckpointError:

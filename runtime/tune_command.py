@@ -18,7 +18,7 @@ from treadle.ir.errors import ConfigError, MachineError
 from treadle.models.registry import read_config
 from treadle.runtime import compiler, machine, tables
 from treadle.runtime.checkpoint import open_checkpoint
-from treadle.runtime.compiler import CompileOptions
+from treadle.runtime.compile_key import CompileOptions, engine_config
 from treadle.runtime.config import (
     EngineConfig,
     decode_buckets,
@@ -123,7 +123,7 @@ def tune_model(
     found = machine.look()
     report(f"reading {source}")
     config = read_config(open_checkpoint(source).config)
-    engine = compiler.engine_config(config, replace(options, target="cuda"))
+    engine = engine_config(config, replace(options, target="cuda"), found)
     check_buckets(workloads, engine)
     small = replace(config, num_layers=min(config.num_layers, LAYERS))
     graphs = compiler.build(small, engine).fused

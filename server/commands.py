@@ -5,9 +5,11 @@ Called by the command line only; the parameters are the options' names.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import ssl
 import sys
+import time
 from pathlib import Path
 
 from treadle.ir import knobs
@@ -18,6 +20,7 @@ from treadle.runtime.config import read_kv_dtypes
 from treadle.runtime.console import print_table
 from treadle.runtime.engine import LoadedModel
 from treadle.runtime.loading import ServeOptions
+from treadle.runtime.process_age import process_age_s
 from treadle.runtime.report_command import load as load_report
 from treadle.server.app import run_server
 from treadle.server.state import ServerOptions
@@ -52,6 +55,7 @@ def run_serve(
     progress: str,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, then let the running answers end."""
+    imported_s = process_age_s()
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
@@ -68,6 +72,7 @@ def run_serve(
         raise ConfigError("An engine has a KV cache of one --kv-dtype.")
     chosen = (kv_formats[0] or "auto") if kv_formats else ""
     path = artifact_of(source, target, progress, chosen)
+    found_at_s = time.perf_counter()
     serve_options = ServeOptions(
         kv_bytes=kv_memory,
         num_pages=num_pages,
@@ -101,7 +106,16 @@ def run_serve(
         print_table(rows)
         sys.stdout.flush()
 
-    engine = make_engine(path, serve_options, progress, on_ready)
+    loads = itertools.count()
+
+    def time_before() -> dict[str, float]:
+        """Tell what the process did before it first loaded; waking it later begins at once."""
+        if next(loads):
+            return {}
+        opening_s = time.perf_counter() - found_at_s
+        return {"starting Python and importing": imported_s, "opening the port": opening_s}
+
+    engine = make_engine(path, serve_options, progress, on_ready, time_before)
     run_server(
         engine,
         host,

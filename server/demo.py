@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from treadle.ir.errors import MachineError, TreadleError
 from treadle.runtime import compiler, demo_model
 from treadle.runtime.commands import describe_speed, make_engine
-from treadle.runtime.compiler import CompileOptions
+from treadle.runtime.compile_key import CompileOptions, cached_artifact_path
 from treadle.runtime.console import print_table, program_name
 from treadle.runtime.engine import Engine
 from treadle.runtime.loading import ServeOptions
@@ -50,7 +50,7 @@ def run_demo(prompt: str, max_tokens: int, fetch_only: bool, target: str, progre
             print(model)
             return
         options = CompileOptions(target=target)
-        out = compiler.cached_artifact_path(model, options)
+        out = cached_artifact_path(model, options)
         with shown.phases() as report:
             result = compiler.compile_model(model, out, options, report)
     manifest = result.artifact.manifest

@@ -17,7 +17,7 @@ import pytest
 import treadle
 from treadle import cli
 from treadle.ir import errors
-from treadle.runtime import commands
+from treadle.runtime import commands, compile_command
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = sorted(cli.group.commands)
@@ -157,7 +157,7 @@ def test_an_error_under_json_is_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = errors.ConfigError("An option is wrong.", remedy="Change it.")
-    monkeypatch.setattr(commands, "run_compile", raising(error))
+    monkeypatch.setattr(compile_command, "run_compile", raising(error))
     assert cli.run(["compile", "model", "-o", "a", "--json"]) == 2
     captured = capsys.readouterr()
     assert json.loads(captured.out)["error"] == {

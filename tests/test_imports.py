@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from .checkpoints import make_llama
+from .server import tiny
+
 ROOT = Path(__file__).resolve().parents[1]
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -121,6 +124,60 @@ def test_serving_imports_no_grammar_library(run_python: RunPython) -> None:
     )
     done = run_python("-c", code, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
+
+
+# None of these has a part in serving, and each takes its time: no import of ours may bring them in.
+# (torch brings in `torch.distributed` and `torch.export` itself.)
+NEVER = ["torch._dynamo", "torch._inductor", "torch.onnx", "torchvision", "sympy", "llguidance"]
+NEVER += ["openai", "treadle.runtime.tuner", "treadle.runtime.verify"]
+# transformers is for the tokenizer alone, which loads beside the weights.
+BEFORE_WEIGHTS = ["transformers", "huggingface_hub", *NEVER]
+TELL = "print([name for name in {names} if name in sys.modules])"
+
+
+def small_artifact(folder: Path, run_python: RunPython) -> list[str]:
+    """Compile a small model, and give the arguments that do it."""
+    model = make_llama(folder / "model", num_layers=1)
+    tiny.save_byte_level(model)
+    words = ["compile", str(model), "-o", str(folder / "artifact"), "--target", "reference"]
+    done = run_python(str(ROOT / "cli.py"), *words)
+    assert done.returncode == 0, done.stderr
+    return words
+
+
+def test_compiling_what_is_current_imports_nothing_heavy(
+    run_python: RunPython, tmp_path: Path
+) -> None:
+    words = small_artifact(tmp_path, run_python)
+    heavy = [name for name in [*HEAVY, *BEFORE_WEIGHTS, "asyncio"] if name != "numpy"]  # GGUF's
+    tell = TELL.format(names=heavy)
+    done = run_python("-c", f"import sys; from treadle import cli; cli.run({words}); {tell}")
+    assert done.returncode == 0, done.stderr
+    assert "(was current)" in done.stdout and done.stdout.splitlines()[-1] == "[]"
+
+
+def test_serving_imports_transformers_with_the_weights_and_never_what_it_does_not_need(
+    run_python: RunPython, tmp_path: Path
+) -> None:
+    small_artifact(tmp_path, run_python)
+    path = str(tmp_path / "artifact")
+    code = (
+        "import sys, pathlib; import treadle.server.commands\n"
+        f"{TELL.format(names=BEFORE_WEIGHTS)}\n"
+        "from treadle.runtime.loading import ServeOptions, load_model\n"
+        f"load_model(pathlib.Path({path!r}), ServeOptions())\n"
+        f"{TELL.format(names=[*NEVER, 'transformers'])}"
+    )
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[]", "['transformers']"]
+
+
+def test_a_module_that_is_not_to_be_imported_is_told(run_python: RunPython) -> None:
+    # The two tests above can fail.
+    names = ["sympy", "torch._dynamo", "transformers"]
+    done = run_python("-c", f"import sys, sympy, torch._dynamo; {TELL.format(names=names)}")
+    assert done.stdout.strip() == "['sympy', 'torch._dynamo']", done.stderr
 
 
 # Says which `kernels` an import would find: the library of that name must win over our folder.

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from treadle.runtime.compiler import CompileOptions, compile_model
+from treadle.runtime.compile_key import CompileOptions
+from treadle.runtime.compiler import compile_model
 from treadle.runtime.engine import Engine
 from treadle.runtime.loading import ServeOptions, load_model
 from treadle.runtime.request import Delta, SamplingParams, collect

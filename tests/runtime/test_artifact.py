@@ -22,7 +22,8 @@ from treadle.runtime.artifact import (
     read_manifest,
     writing,
 )
-from treadle.runtime.compiler import CompileOptions, compile_model
+from treadle.runtime.compile_key import CompileOptions
+from treadle.runtime.compiler import compile_model
 from treadle.runtime.config import EngineConfig
 
 BARE = Manifest(

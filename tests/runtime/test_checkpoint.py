@@ -121,7 +121,7 @@ def test_an_index_of_one_whole_file_is_accepted(whole: Path) -> None:
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_every_dtype_of_the_table_reads_back(whole: Path, dtype: str) -> None:
-    tensor = torch.arange(6).reshape(2, 3).to(DTYPES[dtype])
+    tensor = torch.arange(6).reshape(2, 3).to(getattr(torch, DTYPES[dtype].name))
     save_file({"extra": tensor}, whole / "model.safetensors")
     checkpoint = open_checkpoint(whole)
     assert checkpoint.dtype("extra") == tensor.dtype

@@ -13,7 +13,7 @@ from treadle import cli
 from treadle.ir.errors import ConfigError
 from treadle.kernels.tuned import TunedTable, read_table, shipped_table
 from treadle.runtime import machine, tables, tune_command
-from treadle.runtime.compiler import CompileOptions, cached_artifact_path
+from treadle.runtime.compile_key import CompileOptions, cached_artifact_path
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.roofs import measure_roofs
 from treadle.runtime.tuner import Workload
