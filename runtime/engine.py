@@ -460,12 +460,13 @@ class Engine:
     def _work(self, started: asyncio.Future[None]) -> None:
         loop = self._loop
         assert loop is not None, "start() sets the loop before the thread"
+        # Before the load: its threads too would wait for each other at each of their system calls.
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         try:
             self._model = self._load(self._set_phase)
             self._grammars = GrammarCompiler(self._model.tokenizer, self._model.vocab_size)
             self.phase = "ready"
             self._update_stats()
-            sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
             self._on_ready(self._model)
         except BaseException as error:  # reported through start(), which re-raises it
             self.phase = "failed"
