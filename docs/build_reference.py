@@ -23,9 +23,11 @@ sys.path.insert(0, str(DOCS.parent / ".import"))
 import click  # noqa: E402
 
 from treadle import cli  # noqa: E402
-from treadle.ir import builder, dims, knobs, ops, pipeline, types  # noqa: E402
+from treadle.ir import builder, dims, knobs, pipeline, types  # noqa: E402
 from treadle.ir.cost import op_cost  # noqa: E402
 from treadle.ir.graph import Graph, Op  # noqa: E402
+from treadle.ir.ops.definition import OpDef  # noqa: E402
+from treadle.ir.ops.registry import REGISTRY  # noqa: E402
 from treadle.ir.text import print_op  # noqa: E402
 from treadle.kernels import emit, schedule  # noqa: E402
 from treadle.kernels.lower import Situation, lower  # noqa: E402
@@ -202,7 +204,7 @@ def kernels_of(kind: str) -> dict[str, frozenset[str]]:
 
 # The builder's method for each op that an author writes.
 AUTHORED: dict[str, Callable[..., Any] | None] = {
-    **{kind: getattr(builder.GraphBuilder, kind, None) for kind in ops.REGISTRY},
+    **{kind: getattr(builder.GraphBuilder, kind, None) for kind in REGISTRY},
     "latent_write": builder.GraphBuilder.append_latent,
     "gather_rows": builder.GraphBuilder.last_rows,
     "sample": builder.GraphBuilder.finish,
@@ -307,16 +309,15 @@ def passes_section() -> list[str]:
 def ops_section() -> list[str]:
     """Describe every op of the registry."""
     rows = [
-        (f"[`{kind}`](#{kind})", one.role, _doc_parts(one.doc)[0])
-        for kind, one in ops.REGISTRY.items()
+        (f"[`{kind}`](#{kind})", one.role, _doc_parts(one.doc)[0]) for kind, one in REGISTRY.items()
     ]
     lines = table("op | role | what it does", rows)
-    for kind, definition in ops.REGISTRY.items():
+    for kind, definition in REGISTRY.items():
         lines += ["", f"### {kind}", "", *_op_lines(definition)]
     return lines
 
 
-def _op_lines(definition: ops.OpDef) -> list[str]:
+def _op_lines(definition: OpDef) -> list[str]:
     first, notes = _doc_parts(definition.doc)
     operands = ", ".join(f"`{name}`" for name in definition.operands)
     results = ", ".join(f"`{name}`" for name in definition.results) or "none"

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from treadle.ir import dims as d
-from treadle.ir import ops
 from treadle.ir.errors import ShapeError, SpecError
 from treadle.ir.graph import Graph, Op, RopeTable, Value, Weight
+from treadle.ir.ops.registry import infer_types, lookup, make_params
+from treadle.ir.ops.sampling import WORD_BITS
 from treadle.ir.types import TensorType
 
 ROW_STATE: dict[str, TensorType] = {
@@ -59,7 +60,7 @@ def adjustment_state(vocab_size: int) -> dict[str, TensorType]:
         "presence_penalty": TensorType(row, "f32"),
         "frequency_penalty": TensorType(row, "f32"),
         "token_counts": TensorType((d.R, vocab_size), "i16"),
-        "allowed": TensorType((d.R, -(-vocab_size // ops.WORD_BITS)), "i32"),
+        "allowed": TensorType((d.R, -(-vocab_size // WORD_BITS)), "i32"),
     }
 
 
@@ -82,10 +83,10 @@ def build_resample(name: str, vocab_size: int) -> Graph:
     types = {value.name: value.type for value in (*inputs.values(), tokens)}
     chosen = []
     for kind in ("adjust_logits", "sample", "count_tokens"):
-        operands = ops.lookup(kind).operands
-        params = ops.make_params(kind, {})
+        operands = lookup(kind).operands
+        params = make_params(kind, {})
         results = (tokens.name,) if kind == "sample" else ()
-        found = ops.infer_types(kind, params, tuple(types[operand] for operand in operands))
+        found = infer_types(kind, params, tuple(types[operand] for operand in operands))
         assert found == tuple(types[result] for result in results), "the rules give these types"
         chosen.append(Op(kind, operands, results, params))
     return Graph(
@@ -125,7 +126,7 @@ class GraphBuilder:
         if step == "decode":
             self._step = dict(
                 zip(
-                    ops.lookup("advance").results,
+                    lookup("advance").results,
                     self.apply("advance", self.seq_rows, state["last_token"], state["length"]),
                     strict=True,
                 )
@@ -235,8 +236,8 @@ class GraphBuilder:
         `name` names the result within the scope, or several results with spaces between.
         """
         given = [operand for operand in operands if operand is not None]
-        record = ops.make_params(kind, params)
-        types = ops.infer_types(kind, record, tuple(value.type for value in given))
+        record = make_params(kind, params)
+        types = infer_types(kind, record, tuple(value.type for value in given))
         results = tuple(
             Value(self._unique(self._scope + label), type_)
             for label, type_ in zip(_labels(kind, name, len(types)), types, strict=True)
@@ -591,7 +592,7 @@ def _labels(kind: str, name: str, count: int) -> list[str]:
     """Name the results of an op: as the author says, or by its kind."""
     if count == 1:
         return [name or kind]
-    given = name.split() or [f"{kind}.{result}" for result in ops.lookup(kind).results]
+    given = name.split() or [f"{kind}.{result}" for result in lookup(kind).results]
     if len(given) == count:
         return given
     return [f"{name or kind}.{index}" for index in range(count)]

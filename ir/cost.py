@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from treadle.ir import ops
 from treadle.ir.graph import Graph, Op, walk
+from treadle.ir.ops.registry import lookup
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def op_cost(op: Op, graph: Graph, dims: Mapping[str, int]) -> Cost:
         return _plain_cost(op, graph, dims)
     flops = sum(_plain_cost(inner, graph, dims).flops for inner in op.body)
     # State is touched in part only; the op that touches it knows how much.
-    stateful = [inner for inner in op.body if ops.lookup(inner.kind).mutates]
+    stateful = [inner for inner in op.body if lookup(inner.kind).mutates]
     touched = sum(_plain_cost(inner, graph, dims).bytes // 2 for inner in stateful)
     # So does one that reads the cache: what it reads beside the operands and results of its own.
     readers = [inner for inner in op.body if inner not in stateful and _reads_cache(inner, graph)]
@@ -55,7 +55,7 @@ def read_bytes(graph: Graph, dims: Mapping[str, int]) -> int:
     total = 0
     for op in walk(graph.ops):
         if _reads_cache(op, graph):
-            if not ops.lookup(op.kind).mutates:
+            if not lookup(op.kind).mutates:
                 whole, without = (_plain_cost(op, graph, {**dims, **c}) for c in ({}, {"C": 0}))
                 total += whole.bytes - without.bytes
         elif any(_is_loaded(name, graph) for name in op.inputs):
@@ -80,7 +80,7 @@ def _values_bytes(op: Op, graph: Graph, dims: Mapping[str, int]) -> int:
 
 
 def _plain_cost(op: Op, graph: Graph, dims: Mapping[str, int]) -> Cost:
-    definition = ops.lookup(op.kind)
+    definition = lookup(op.kind)
     inputs = tuple(map(graph.type_of, op.inputs))
     outputs = tuple(map(graph.type_of, op.outputs))
     return Cost(

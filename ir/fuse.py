@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from treadle.ir import ops
 from treadle.ir.graph import Graph, Op, Value, Weight, walk
+from treadle.ir.ops.experts import SortParams
+from treadle.ir.ops.params import FusedParams
+from treadle.ir.ops.registry import infer_types, lookup
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def obstacle(graph: Graph, members: Iterable[Op]) -> str | None:
 def _mutated(op: Op) -> list[str]:
     names = []
     for inner in op.plain:
-        definition = ops.lookup(inner.kind)
+        definition = lookup(inner.kind)
         operands = definition.present(len(inner.inputs))
         names += [
             name
@@ -72,7 +74,7 @@ def join(graph: Graph, members: Iterable[Op]) -> Graph:
         "fused",
         inputs,
         tuple(name for op in body for name in op.outputs if name in outside),
-        ops.FusedParams(kernel_name(body)),
+        FusedParams(kernel_name(body)),
         members[-1].where,
         tuple(dict.fromkeys(name for op in members for name in op.origin)),
         body,
@@ -83,7 +85,7 @@ def join(graph: Graph, members: Iterable[Op]) -> Graph:
 
 def kernel_name(body: Iterable[Op]) -> str:
     """Name a kernel by the ops it covers; views vanish and repeated kinds are named once."""
-    kinds = [op.kind for op in body if ops.lookup(op.kind).role != "view"]
+    kinds = [op.kind for op in body if lookup(op.kind).role != "view"]
     return "__".join(dict.fromkeys(kinds))
 
 
@@ -291,8 +293,8 @@ def group_by_expert(graph: Graph) -> Result:
             continue
         x, weight, experts, *bias = op.inputs
         if experts not in orders:
-            params = ops.SortParams(graph.type_of(weight).size(0))
-            types = ops.infer_types("sort_by_expert", params, (graph.type_of(experts),))
+            params = SortParams(graph.type_of(weight).size(0))
+            types = infer_types("sort_by_expert", params, (graph.type_of(experts),))
             names = (f"{experts}_order", f"{experts}_starts")
             values += [Value(name, type_) for name, type_ in zip(names, types, strict=True)]
             sort = Op("sort_by_expert", (experts,), names, params, op.where, op.origin)

@@ -1,7 +1,7 @@
 """The graph: a flat list of typed ops in single-assignment form. Frozen; an edit makes a new graph.
 
 Flat rather than nested: frozen nodes that hold their inputs hash exponentially along residual
-connections. Knows nothing of op meanings (`ops.py`) or of printing (`text.py`).
+connections. Knows nothing of op meanings (`ops/`) or of printing (`text.py`).
 """
 
 from __future__ import annotations

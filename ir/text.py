@@ -10,9 +10,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from treadle.ir import ops
 from treadle.ir.errors import SpecError
 from treadle.ir.graph import Graph, Op, RopeTable, Value, Weight
+from treadle.ir.ops.params import FusedParams, describe
+from treadle.ir.ops.registry import make_params
 from treadle.ir.types import TensorType, parse_type
 
 INDENT = "  "
@@ -60,7 +61,7 @@ def print_op(op: Op, graph: Graph, indent: str = "") -> list[str]:
         for inner in op.body:
             lines += print_op(inner, graph, indent + INDENT)
         return [*lines, indent + "}"]
-    params = ops.describe(op.params)
+    params = describe(op.params)
     arguments = ", ".join(op.inputs) + (f"; {params}" if params else "")
     return [f"{indent}{head}{op.kind}({arguments})"]
 
@@ -104,7 +105,7 @@ def parse_graph(text: str) -> Graph:
             fused = (_results(found[1], parts), found[2], _names(found[3]), [])
         elif line == "}" and fused:
             outputs, kernel, inputs, body = fused
-            params = ops.FusedParams(kernel)
+            params = FusedParams(kernel)
             parts.ops.append(Op("fused", inputs, outputs, params, body=tuple(body)))
             fused = None
         elif found := _OP.match(line):
@@ -131,7 +132,7 @@ def _results(text: str | None, parts: _Parts) -> tuple[str, ...]:
 
 def _parse_op(found: re.Match[str], parts: _Parts) -> Op:
     _, named = _parse_arguments(found[4] or "")
-    params = ops.make_params(found[2], named)
+    params = make_params(found[2], named)
     return Op(found[2], _names(found[3]), _results(found[1], parts), params)
 
 

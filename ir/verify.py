@@ -5,9 +5,9 @@ Called by the pipeline and by tests.
 
 from __future__ import annotations
 
-from treadle.ir import ops
 from treadle.ir.errors import SpecError
 from treadle.ir.graph import Graph, Op
+from treadle.ir.ops.registry import infer_types, lookup
 
 STAGES = ("authored", "partly fused", "fused")
 
@@ -30,7 +30,7 @@ def verify(graph: Graph, stage: str) -> None:
             if stage == "authored":
                 raise SpecError(f"`{op.name}`: a fused op in an authored graph.")
             _verify_body(graph, op)
-        elif stage == "fused" and ops.lookup(op.kind).role == "view":
+        elif stage == "fused" and lookup(op.kind).role == "view":
             raise SpecError(
                 f"`{op.name}`: the {op.kind} was not fused, and no kernel covers it alone."
             )
@@ -54,7 +54,7 @@ def _verify_op(graph: Graph, op: Op, known: set[str]) -> None:
     if op.kind == "fused":
         return
     found = tuple(graph.type_of(name) for name in op.outputs)
-    expected = ops.infer_types(op.kind, op.params, tuple(map(graph.type_of, op.inputs)))
+    expected = infer_types(op.kind, op.params, tuple(map(graph.type_of, op.inputs)))
     if found != expected:
         raise SpecError(
             f"`{op.name}`: the {op.kind} gives {', '.join(map(str, expected))}, the graph says "
@@ -63,8 +63,8 @@ def _verify_op(graph: Graph, op: Op, known: set[str]) -> None:
 
 
 def _verify_body(graph: Graph, op: Op) -> None:
-    anchors = [inner for inner in op.body if ops.lookup(inner.kind).role == "anchor"]
-    rows = [inner for inner in op.body if ops.lookup(inner.kind).role == "row"]
+    anchors = [inner for inner in op.body if lookup(inner.kind).role == "anchor"]
+    rows = [inner for inner in op.body if lookup(inner.kind).role == "row"]
     appends_and_attends = [anchor.kind for anchor in anchors] == ["kv_write", "attention"]
     if len(anchors) != 1 and not appends_and_attends and not (not anchors and rows):
         raise SpecError(

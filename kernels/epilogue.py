@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from treadle.ir.errors import LoweringError
 from treadle.ir.fuse import LINEARS
 from treadle.ir.graph import Op
-from treadle.ir.ops import GluParams, lookup, settings
+from treadle.ir.ops.params import settings
+from treadle.ir.ops.pointwise import GluParams
+from treadle.ir.ops.registry import lookup
 from treadle.ir.types import DTYPE_BYTES, TensorType
 from treadle.kernels.emit import read_template
 

@@ -3,7 +3,7 @@
 A page is quantised when it is full; until then its row keeps it as it was computed, in f16. Keys
 have a scale and a zero per page and channel, values a scale per token. A block is the keys, or the
 values, of one full page and head: its codes, those of keys token by token, those of values feature
-by feature, as the attention kernels multiply them; then its words. Called by `reference.py`; knows
+by feature, as the attention kernels multiply them; then its words. Called by `reference/`; knows
 neither graphs nor steps.
 """
 

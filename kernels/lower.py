@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from treadle.ir import dims as d
-from treadle.ir import ops
 from treadle.ir.cost import op_cost
 from treadle.ir.errors import LoweringError
 from treadle.ir.graph import Graph, Op
+from treadle.ir.ops.attention import AttentionParams
+from treadle.ir.ops.norms import RmsNormParams
+from treadle.ir.ops.params import describe
+from treadle.ir.ops.registry import lookup
 from treadle.ir.types import DTYPE_BYTES
 from treadle.kernels.candidates import Candidate, Scratch, Situation
 from treadle.kernels.emit import Fact, Header
@@ -60,7 +63,7 @@ def lower(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
     """
     kinds = tuple(inner.kind for inner in op.plain)
     # Without an anchor a kernel is made of row ops, and of what joined the last of them.
-    roles = [ops.lookup(kind).role for kind in kinds]
+    roles = [lookup(kind).role for kind in kinds]
     leading = [i for role in ("row", "anchor") for i, r in enumerate(roles) if r == role]
     anchor = kinds[leading[-1]] if leading else kinds[-1]
     if anchor not in _LOWERINGS:
@@ -116,7 +119,7 @@ def _header(op: Op, graph: Graph) -> Header:
     covers = []
     for inner in op.plain:
         results = ", ".join(f"{local_name(n)}: {graph.types[n]}" for n in inner.outputs)
-        params = ops.describe(inner.params)
+        params = describe(inner.params)
         operands = ", ".join(map(local_name, inner.inputs)) + (f"; {params}" if params else "")
         call = f"{inner.kind}({operands})"
         covers.append(f"{results} = {call}" if results else call)
@@ -125,9 +128,9 @@ def _header(op: Op, graph: Graph) -> Header:
 
 def _summary(op: Op) -> str:
     first = [
-        ops.lookup(inner.kind).doc.partition("\n")[0].removesuffix(".")
+        lookup(inner.kind).doc.partition("\n")[0].removesuffix(".")
         for inner in op.plain
-        if ops.lookup(inner.kind).role != "view"
+        if lookup(inner.kind).role != "view"
     ]
     joined = "; then ".join(dict.fromkeys(first))
     return joined[0].lower() + joined[1:] + "."
@@ -486,20 +489,20 @@ def _lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candida
 
 def _own_and_sinks(attention: Op) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Give attention's k and v, and its sinks, where it has them."""
-    names = ops.lookup("attention").present(len(attention.inputs))
+    names = lookup("attention").present(len(attention.inputs))
     given = dict(zip(names, attention.inputs, strict=True))
     own = tuple(given[name] for name in ("k", "v") if name in given)
     return own, (given["sinks"],) if "sinks" in given else ()
 
 
-def _limits(params: ops.AttentionParams, sinks: Sequence[str]) -> str:
+def _limits(params: AttentionParams, sinks: Sequence[str]) -> str:
     """Write what a kernel's name says of limits."""
     known = (("_window", params.window), ("_cap", params.soft_cap), ("_sinks", sinks))
     return "".join(suffix for suffix, is_on in known if is_on)
 
 
 def _limit_hooks(
-    params: ops.AttentionParams, step: str, sinks: Sequence[str], *, is_quantised: bool
+    params: AttentionParams, step: str, sinks: Sequence[str], *, is_quantised: bool
 ) -> dict[str, tuple[str, ...]]:
     """Write the lines of a window, of a soft cap and of sinks; none where there is none."""
     # Scores are scaled later, but for those of a decode step with a quantised cache, which are
@@ -536,7 +539,7 @@ def _limit_hooks(
     return {**hooks, "FIRST_OWN": own}
 
 
-def _page_lines(params: ops.AttentionParams, step: str) -> tuple[str, ...]:
+def _page_lines(params: AttentionParams, step: str) -> tuple[str, ...]:
     if not params.window:
         return ()
     first = "context" if step == "decode" else "context - num_queries + first_query + 1"
@@ -548,7 +551,7 @@ def _page_lines(params: ops.AttentionParams, step: str) -> tuple[str, ...]:
     )
 
 
-def _cap_lines(params: ops.AttentionParams, unit: float) -> tuple[str, ...]:
+def _cap_lines(params: AttentionParams, unit: float) -> tuple[str, ...]:
     """Write the lines of a cap for scores of which 1 stands for `unit`."""
     if not params.soft_cap:
         return ()
@@ -567,9 +570,7 @@ def _sink_lines(where: str) -> tuple[str, ...]:
     )
 
 
-def _rope_limit_hooks(
-    params: ops.AttentionParams, sinks: Sequence[str]
-) -> dict[str, tuple[str, ...]]:
+def _rope_limit_hooks(params: AttentionParams, sinks: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Write the lines of limits for a kernel whose softmax begins with the newest token."""
     live: tuple[str, ...] = ()
     if params.window:
@@ -838,7 +839,7 @@ def _without_head_norms(op: Op) -> tuple[Op, dict[str, Fact], dict[str, str]]:
     return replace(op, body=tuple(body)), facts, weights
 
 
-def _read_head_norms(op: Op, norms: Sequence[Op]) -> tuple[ops.RmsNormParams, dict[str, str]]:
+def _read_head_norms(op: Op, norms: Sequence[Op]) -> tuple[RmsNormParams, dict[str, str]]:
     """Give what the norms of q and k share, and their weights as arguments."""
     by_part = {norm.inputs[0]: norm for norm in norms}
     parts = op.body[0].outputs
@@ -961,12 +962,12 @@ def _leading(graph: Graph, op: Op, name: str) -> str:
 
 def _operand(op: Op, name: str) -> str:
     """Give the value that stands for an operand of a plain op."""
-    return op.inputs[ops.lookup(op.kind).operands.index(name)]
+    return op.inputs[lookup(op.kind).operands.index(name)]
 
 
 def _plain_arguments(op: Op, results: Sequence[str], **sizes: str) -> dict[str, str]:
     """Give the arguments of a template whose parameters are called like the op's operands."""
-    operands = _values(ops.lookup(op.kind).operands, op.inputs)
+    operands = _values(lookup(op.kind).operands, op.inputs)
     outputs = _values(results, op.outputs)
     return {**operands, **outputs, **{name: f"size:{size}" for name, size in sizes.items()}}
 
@@ -1039,7 +1040,7 @@ def _lower_count(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
 
 
 def _lower_advance(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
-    arguments = _plain_arguments(op, ops.lookup("advance").results, num_seqs="B")
+    arguments = _plain_arguments(op, lookup("advance").results, num_seqs="B")
     for schedule in step_schedules("BLOCK_B", where.machine):
         yield Candidate("advance", "step_inputs", {}, schedule, arguments)
 

@@ -2,7 +2,7 @@
 
 While weights stream through the caches a small torch call costs 5 to 10 µs, most of a decode step's
 time beyond its matmuls; so constants are prepared once and groups of ops share their passes. Each
-form gives what its ops in `reference.py` give, to fp32 rounding. Knows tensors only. Called by the
+form gives what its ops in `reference/` give, to fp32 rounding. Knows tensors only. Called by the
 programs of the `reference` target.
 """
 
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import torch
 
-from treadle.kernels import reference
+from treadle.kernels.reference.attention import write_slots
+from treadle.kernels.reference.pointwise import gated
+from treadle.kernels.reference.step_plan import StepPlan
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """Divide each row by its root mean square and scale it; see `reference.rms_norm`.
+    """Divide each row by its root mean square and scale it; see `norms.rms_norm`.
 
     Formula: x / sqrt(|x|^2 / E + eps) * weight; an offset is in the weight already.
     Shapes: x f32[T, E], weight f32[E], eps f32[1] -> f32[T, E].
@@ -27,7 +29,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.
 def linear(
     x: torch.Tensor, packed_weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiply rows by a weight from `reference.pack_weight`; see `reference.linear`.
+    """Multiply rows by a weight from `linears.pack_weight`; see `linears.linear`.
 
     Shapes: x f32[T, K], packed_weight f32[N, K], bias f32[N] -> f32[T, N].
     """
@@ -70,7 +72,7 @@ def linear_glu(
     sharpness: float = 1.0,
     up_offset: float = 0.0,
 ) -> torch.Tensor:
-    """Apply a gated activation to a linear's result; see `reference.glu`.
+    """Apply a gated activation to a linear's result; see `pointwise.glu`.
 
     One product and three passes over halves of rows: splitting the product too, so that oneDNN
     applies gate and activation, was slower (SmolLM2-135M, 2 cores of a Zen 5, torch 2.13).
@@ -79,7 +81,7 @@ def linear_glu(
     """
     gate, up = linear(x, packed_weight, bias).chunk(2, dim=-1)  # [T, F] each
     form = {"limit": limit, "sharpness": sharpness, "up_offset": up_offset}
-    return reference.gated(gate, up, act=act, **form)  # [T, F]
+    return gated(gate, up, act=act, **form)  # [T, F]
 
 
 def rope_kv_write(
@@ -89,13 +91,13 @@ def rope_kv_write(
     *,
     num_heads: int,
     angles: tuple[torch.Tensor, torch.Tensor],
-    plan: reference.StepPlan,
+    plan: StepPlan,
 ) -> torch.Tensor:
     """Rotate q and k together, store k and v in their pages, in place; give the rotated q.
 
-    See `reference.split`, `reference.rope` and `reference.kv_write`; whole heads are rotated.
+    See `rows.split`, `rope.rope` and `attention.kv_write`; whole heads are rotated.
     Shapes: qkv f32[T, (H + 2 G) * D], k_cache, v_cache f32[P, G, S, D]; `angles` from
-      `reference.rope_angles` of a table as wide as a head; `plan` from `reference.plan_step` -> q
+      `rope.rope_angles` of a table as wide as a head; `plan` from `step_plan.plan_step` -> q
       f32[T, H * D], a view.
     """
     _, num_kv_heads, _, head_dim = k_cache.shape
@@ -110,6 +112,6 @@ def rope_kv_write(
     rotated = rotated.flatten(1)  # [T, (H + G) * D]
     width = num_heads * head_dim
     v = qkv[:, num_rotated * head_dim :]  # [T, G * D]
-    reference.write_slots(rotated[:, width:], k_cache, plan.write_slots, plan.live_tokens)
-    reference.write_slots(v, v_cache, plan.write_slots, plan.live_tokens)
+    write_slots(rotated[:, width:], k_cache, plan.write_slots, plan.live_tokens)
+    write_slots(v, v_cache, plan.write_slots, plan.live_tokens)
     return rotated[:, :width]  # [T, H * D]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treadle.ir.ops import ADJUST_ALLOWED, ADJUST_BIASES, ADJUST_COUNTS
+from treadle.ir.ops.sampling import ADJUST_ALLOWED, ADJUST_BIASES, ADJUST_COUNTS
 from treadle.runtime.request import INT32_MAX, SamplingParams
 
 # What a row's last position of a bias is, when it holds for the whole answer.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from treadle.ir.builder import SAMPLING_STATE
-from treadle.ir.ops import ADJUST_BIASES, ADJUST_COUNTS
+from treadle.ir.ops.sampling import ADJUST_BIASES, ADJUST_COUNTS
 from treadle.runtime.adjustments import count_history, list_biases
 from treadle.runtime.request import SamplingParams
 from treadle.runtime.scheduler import SequenceState, StepPlan

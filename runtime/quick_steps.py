@@ -14,7 +14,9 @@ import torch
 
 from treadle.ir.graph import Graph, Op, walk
 from treadle.ir.types import FLOATS
-from treadle.kernels import reference, reference_quick
+from treadle.kernels import reference_quick
+from treadle.kernels.reference.linears import can_pack_weight, pack_weight
+from treadle.kernels.reference.step_plan import StepPlan
 
 Environment = dict[str, torch.Tensor]
 Step = Callable[[Environment], None]
@@ -34,7 +36,7 @@ class PackedWeights:
 class SharedInputs(Protocol):
     """Give what all layers derive from a step's inputs."""
 
-    def plan(self, env: Environment) -> reference.StepPlan:
+    def plan(self, env: Environment) -> StepPlan:
         """Give the step's plan of cache slots."""
 
     def angles(
@@ -51,14 +53,14 @@ def pack_weights(graph: Graph, weights: Mapping[str, torch.Tensor]) -> PackedWei
     by_storage: dict[int, torch.Tensor] = {}
     for name in sorted({_weight(op) for op in walk(graph.ops) if op.kind == "linear"}):
         weight = weights[name]
-        if not reference.can_pack_weight(weight.dtype):
+        if not can_pack_weight(weight.dtype):
             continue
         if name in parted and weight.dtype == torch.float32:
             rows = reference_quick.part_gate_up(weight, parted[name])
-            glus[name] = reference.pack_weight(rows)
+            glus[name] = pack_weight(rows)
             continue
         if weight.data_ptr() not in by_storage:
-            by_storage[weight.data_ptr()] = reference.pack_weight(weight)
+            by_storage[weight.data_ptr()] = pack_weight(weight)
         linears[name] = by_storage[weight.data_ptr()]
     return PackedWeights(linears, glus)
 

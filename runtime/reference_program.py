@@ -1,6 +1,6 @@
 """Programs of the `reference` target: a graph's ops played in order by their torch functions.
 
-The functions come from `kernels/reference.py`; fused ops are played through their bodies, unless
+The functions come from `kernels/reference/`; fused ops are played through their bodies, unless
 there is a quick form of the whole. Called by the executor where no GPU is found, and by `verify`.
 """
 
@@ -16,9 +16,11 @@ import torch
 
 from treadle.ir.dims import bind
 from treadle.ir.graph import Graph, Op, walk
-from treadle.ir.ops import lookup
-from treadle.kernels import reference
+from treadle.ir.ops.registry import lookup
 from treadle.kernels.dtypes import TORCH_DTYPES
+from treadle.kernels.reference.by_kind import REFERENCES
+from treadle.kernels.reference.rope import rope_angles
+from treadle.kernels.reference.step_plan import StepPlan, plan_step
 from treadle.runtime.quick_steps import Environment, PackedWeights, QuickForms, Step
 from treadle.runtime.state import DeviceState
 
@@ -145,7 +147,7 @@ def _values_done(graph: Graph) -> list[list[str]]:
 
 def reference_call(op: Op, graph: Graph) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Give the function that a plain op means, and the options that parameters and types become."""
-    function = getattr(reference, op.kind)
+    function = REFERENCES[op.kind]
     accepted = inspect.signature(function).parameters
     options = {name: value for name, value in asdict(op.params).items() if name in accepted}
     if "out_dtype" in options:
@@ -188,7 +190,7 @@ class _SharedInputs:
     """Keep, for the length of one step, what every layer would derive anew."""
 
     def __init__(self, ops: tuple[Op, ...], graph: Graph) -> None:
-        self._plan: reference.StepPlan | None = None
+        self._plan: StepPlan | None = None
         self._angles: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         named: dict[str, str] = {}
         for op in ops:
@@ -202,10 +204,10 @@ class _SharedInputs:
         self._plan = None
         self._angles.clear()
 
-    def plan(self, env: Environment) -> reference.StepPlan:
+    def plan(self, env: Environment) -> StepPlan:
         """Give the step's plan of cache slots."""
         if self._plan is None:
-            self._plan = reference.plan_step(
+            self._plan = plan_step(
                 *(env[name] for name in self._operands),
                 num_kv_heads=self._num_kv_heads,
                 page_size=self._page_size,
@@ -217,5 +219,5 @@ class _SharedInputs:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Give the step's cosines and sines of a rope table."""
         if table not in self._angles:
-            self._angles[table] = reference.rope_angles(env[positions], env[table])
+            self._angles[table] = rope_angles(env[positions], env[table])
         return self._angles[table]

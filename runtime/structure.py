@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from treadle.ir.errors import RequestError
-from treadle.ir.ops import WORD_BITS
+from treadle.ir.ops.sampling import WORD_BITS
 from treadle.runtime.request import FinishReason, SamplingParams, Structure
 from treadle.runtime.tokenizer import Tokenizer
 

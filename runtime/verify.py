@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from treadle.ir import ops
 from treadle.ir.errors import CheckpointError
 from treadle.ir.graph import Graph, Op
-from treadle.ir.ops import ADJUST_ALLOWED, ADJUST_BIASES, ADJUST_COUNTS
+from treadle.ir.ops.registry import lookup
+from treadle.ir.ops.sampling import ADJUST_ALLOWED, ADJUST_BIASES, ADJUST_COUNTS
 from treadle.ir.types import TensorType
 from treadle.kernels.dtypes import TORCH_DTYPES
 from treadle.kernels.kv_pages import dequantise_keys, dequantise_values
@@ -113,7 +113,7 @@ def _reference(
     env: dict[str, torch.Tensor] = {}
     changed: dict[str, tuple[torch.Tensor, ...]] = {}
     for inner in op.plain:
-        definition = ops.lookup(inner.kind)
+        definition = lookup(inner.kind)
         operands: list[torch.Tensor] = []
         operand_names = definition.present(len(inner.inputs))
         function, options = reference_call(inner, graph)

@@ -6,6 +6,7 @@ A new op or template fails here until all its parts are in place; docs/ir.md lis
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import re
@@ -15,11 +16,13 @@ from types import ModuleType
 
 import pytest
 
-from treadle.ir import ops
-from treadle.kernels import emit, reference
+from treadle.ir.ops.definition import OpDef
+from treadle.ir.ops.registry import REGISTRY, lookup
+from treadle.kernels import emit
+from treadle.kernels.reference.by_kind import REFERENCES
 
 ROOT = Path(__file__).resolve().parents[1]
-KINDS = sorted(ops.REGISTRY)
+KINDS = sorted(REGISTRY)
 TEMPLATES = sorted(path.stem for path in (ROOT / "kernels/templates").glob("*.py"))
 NOTES = ("Formula", "Shapes", "Numerics", "Cost", "Source")
 # What the reference calls an operand of the registry, where that is not the operand's own name.
@@ -44,7 +47,7 @@ def reference_pages() -> ModuleType:
 def operand_names(kind: str) -> list[tuple[str, ...]]:
     """Give, per parameter that the reference should have, the names that it may have."""
     found: list[tuple[str, ...]] = []
-    for operand in ops.lookup(kind).operands:
+    for operand in lookup(kind).operands:
         name = operand.removesuffix("?")
         if name == "cache":
             found += [(part,) for part in PARAMETERS["cache"]]
@@ -56,10 +59,22 @@ def operand_names(kind: str) -> list[tuple[str, ...]]:
 # --- ops ------------------------------------------------------------------------------------------
 
 
+def test_every_op_that_a_module_defines_is_listed() -> None:
+    modules = [path.stem for path in (ROOT / "ir/ops").glob("*.py")]
+    loaded = [importlib.import_module(f"treadle.ir.ops.{name}") for name in modules]
+    defined = [one for module in loaded for one in vars(module).values() if isinstance(one, OpDef)]
+    assert len(modules) > 10 and {one.kind for one in defined} == set(REGISTRY)
+
+
+def test_a_reference_stands_in_the_module_named_as_its_op_s() -> None:
+    places = {kind: REGISTRY[kind].infer.__module__.split(".")[-1] for kind in KINDS}
+    assert {k: f.__module__.split(".")[-1] for k, f in REFERENCES.items()} == places
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_op_has_a_reference_with_its_operands_in_order(kind: str) -> None:
-    function = getattr(reference, kind, None)
-    assert callable(function), f"kernels/reference.py has no function `{kind}`"
+    function = REFERENCES.get(kind)
+    assert callable(function), f"kernels/reference/by_kind.py has no function for `{kind}`"
     parameters = [
         parameter
         for parameter in inspect.signature(function).parameters.values()
@@ -69,15 +84,15 @@ def test_an_op_has_a_reference_with_its_operands_in_order(kind: str) -> None:
     assert len(parameters) == len(expected), [parameter.name for parameter in parameters]
     for parameter, names in zip(parameters, expected, strict=True):
         assert parameter.name in names
-    for parameter, operand in zip(parameters[-1:], ops.lookup(kind).operands[-1:], strict=True):
+    for parameter, operand in zip(parameters[-1:], lookup(kind).operands[-1:], strict=True):
         assert (parameter.default is None) == operand.endswith("?")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_op_s_parameters_reach_its_reference(kind: str) -> None:
     # Heads of a cache and groups of rows are in the tensors' shapes already.
-    known = set(inspect.signature(getattr(reference, kind)).parameters)
-    declared = set(inspect.signature(ops.lookup(kind).params).parameters)
+    known = set(inspect.signature(REFERENCES[kind]).parameters)
+    declared = set(inspect.signature(lookup(kind).params).parameters)
     assert declared <= known
 
 
@@ -128,7 +143,7 @@ HOW = {
 
 
 def test_how_each_op_is_lowered_is_named() -> None:
-    assert set(HOW) == set(ops.REGISTRY)
+    assert set(HOW) == set(REGISTRY)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,7 +158,7 @@ def test_an_op_is_lowered_as_it_is_named(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_op_has_a_docstring_in_house_form(kind: str) -> None:
-    lines = inspect.cleandoc(ops.lookup(kind).doc).splitlines()
+    lines = inspect.cleandoc(lookup(kind).doc).splitlines()
     assert re.fullmatch(r"[A-Z].*\.", lines[0]), "the first line is one sentence"
     assert len(lines) > 2 and lines[1] == "", "the notes follow after an empty line"
     names = [found[1] for line in lines[2:] if (found := re.match(r"([A-Z][a-z]+): \S", line))]
@@ -153,7 +168,7 @@ def test_an_op_has_a_docstring_in_house_form(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_op_s_reference_has_a_docstring_in_house_form(kind: str) -> None:
-    lines = inspect.cleandoc(getattr(reference, kind).__doc__ or "").splitlines()
+    lines = inspect.cleandoc(REFERENCES[kind].__doc__ or "").splitlines()
     assert lines and re.fullmatch(r"[A-Z].*\.", lines[0])
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.ir.toy import CONFIG, toy_graph
 from treadle.ir.cost import op_cost, read_bytes
 from treadle.ir.graph import Graph
-from treadle.ir.ops import expected_experts
+from treadle.ir.ops.experts import expected_experts
 from treadle.ir.types import DTYPE_BYTES
 
 DIMS = {"T": 4, "B": 4, "R": 4, "M": 8, "P": 32}

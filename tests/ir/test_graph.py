@@ -10,11 +10,12 @@ import pytest
 
 from tests.golden import Golden
 from tests.ir.toy import toy_graph
-from treadle.ir import dims, fuse, ops
+from treadle.ir import dims, fuse
 from treadle.ir.builder import GraphBuilder
 from treadle.ir.errors import ShapeError, SpecError
 from treadle.ir.graph import Graph, Op, walk
 from treadle.ir.memory import plan_buffers
+from treadle.ir.ops.registry import REGISTRY, infer_types, lookup
 from treadle.ir.pipeline import run_passes
 from treadle.ir.text import parse_graph, print_graph
 from treadle.ir.verify import verify
@@ -95,7 +96,7 @@ def _with_sinks() -> Graph:
 
 
 def test_operands_that_come_together_may_be_left_out_before_another() -> None:
-    definition = ops.lookup("attention")
+    definition = lookup("attention")
     assert definition.present(7)[6:] == ("sinks",)
     assert definition.present(8)[6:] == ("k", "v")
     assert definition.present(9)[6:] == ("k", "v", "sinks")
@@ -112,7 +113,7 @@ def test_sinks_are_one_score_a_head() -> None:
     (op,) = [op for op in graph.ops if op.kind == "attention"]
     types = [graph.type_of(name) for name in op.inputs]
     with pytest.raises(ShapeError, match=r"sinks \[2\]"):
-        ops.infer_types("attention", op.params, (*types[:-1], types[-1].with_shape(3)))
+        infer_types("attention", op.params, (*types[:-1], types[-1].with_shape(3)))
 
 
 def test_a_step_of_several_tokens_per_sequence_is_not_joined_and_the_reason_is_kept() -> None:
@@ -324,7 +325,7 @@ def test_without_reuse_no_two_values_share_bytes() -> None:
 
 
 def test_every_op_has_a_docstring_with_its_shapes_or_formula() -> None:
-    for kind, definition in ops.REGISTRY.items():
+    for kind, definition in REGISTRY.items():
         assert definition.doc.splitlines()[0].endswith("."), kind
         assert "Formula:" in definition.doc or "Shapes:" in definition.doc, kind
 
@@ -336,7 +337,7 @@ def test_costs_of_the_ops_are_positive_and_grow_with_the_tokens() -> None:
     def moved(op: Op, values: dict[str, int]) -> int:
         inputs = tuple(map(graph.type_of, op.inputs))
         outputs = tuple(map(graph.type_of, op.outputs))
-        return ops.lookup(op.kind).bytes(op.params, inputs, outputs, values)
+        return lookup(op.kind).bytes(op.params, inputs, outputs, values)
 
     per_token = [op for op in graph.ops if op.kind in ("linear", "embed", "rope", "kv_write")]
     for op in per_token:

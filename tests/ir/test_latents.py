@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from treadle.ir import ops
 from treadle.ir.builder import GraphBuilder
 from treadle.ir.errors import LoweringError, ShapeError, SpecError, TreadleError
 from treadle.ir.fuse import fuse_latent_write
 from treadle.ir.graph import Graph, Value
+from treadle.ir.ops.registry import infer_types, make_params
 from treadle.ir.pipeline import run_passes
 from treadle.ir.text import parse_graph, print_graph
 from treadle.ir.types import parse_type
@@ -131,7 +131,7 @@ def test_operands_that_do_not_fit_are_refused_by_the_op(
     kind: str, params: dict[str, int], types: tuple[str, ...]
 ) -> None:
     with pytest.raises(ShapeError, match=f"`{kind}`"):
-        ops.infer_types(kind, ops.make_params(kind, params), tuple(map(parse_type, types)))
+        infer_types(kind, make_params(kind, params), tuple(map(parse_type, types)))
 
 
 STEP_TYPES = ("i32[R, M]", "i32[B]", "i32[B+1]", "i32[B]")
@@ -141,9 +141,7 @@ def test_latents_do_not_go_where_keys_and_values_are() -> None:
     params = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "scale": 0.1}
     types = ("bf16[T, 128]", "latent.bf16[P, 1, 16, 64]", *STEP_TYPES)
     with pytest.raises(ShapeError, match="a cache of 1 heads of 64"):
-        ops.infer_types(
-            "attention", ops.make_params("attention", params), tuple(map(parse_type, types))
-        )
+        infer_types("attention", make_params("attention", params), tuple(map(parse_type, types)))
 
 
 def test_one_token_is_no_prompt() -> None:
@@ -152,7 +150,7 @@ def test_one_token_is_no_prompt() -> None:
     types = (*queries, f"latent.bf16[P, 1, 16, {RANK + ROPE}]", *STEP_TYPES)
     kind = "latent_attention"
     with pytest.raises(SpecError, match="2 tokens or more"):
-        ops.infer_types(kind, ops.make_params(kind, params), tuple(map(parse_type, types)))
+        infer_types(kind, make_params(kind, params), tuple(map(parse_type, types)))
 
 
 @pytest.mark.parametrize("step", ["mixed", "decode"])

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import torch
 
-from treadle.ir import ops
 from treadle.ir.graph import Op
+from treadle.ir.ops.params import FusedParams, NoParams
+from treadle.ir.ops.pointwise import GluParams
 from treadle.ir.types import TensorType, parse_type
-from treadle.kernels import reference
 from treadle.kernels.emit import Fact, Header, emit_module, read_template
 from treadle.kernels.epilogue import FusedLinear, lower_linear
+from treadle.kernels.reference.by_kind import REFERENCES
+from treadle.kernels.reference.experts import sort_by_expert
 
 from .linear_cases import DTYPES, load_text
 
@@ -57,28 +59,28 @@ class ExpertCase:
         body = []
         if self.by_expert:
             inputs = ("x", "@w", "order", "starts", *bias)
-            body.append(Op("grouped_linear", inputs, ("product",), ops.NoParams()))
+            body.append(Op("grouped_linear", inputs, ("product",), NoParams()))
         else:
             inputs = ("x", "@w", "experts", *bias)
-            body.append(Op("expert_linear", inputs, ("product",), ops.NoParams()))
+            body.append(Op("expert_linear", inputs, ("product",), NoParams()))
         if self.has("glu"):
-            params = ops.GluParams("silu", self.interleave)
+            params = GluParams("silu", self.interleave)
             if self.has("clamped"):
                 params = replace(params, limit=0.5, sharpness=1.702, up_offset=1.0)
             body.append(Op("glu", ("product",), ("gated",), params))
         if self.has("combine"):
-            body.append(Op("combine", ("product", "scales"), ("routed",), ops.NoParams()))
+            body.append(Op("combine", ("product", "scales"), ("routed",), NoParams()))
         if self.has("add"):
-            body.append(Op("add", ("stream", "routed"), ("after",), ops.NoParams()))
+            body.append(Op("add", ("stream", "routed"), ("after",), NoParams()))
         if len(body) == 1:
             return body[0]
-        return Op("fused", (), body[-1].outputs, ops.FusedParams("kernel"), body=tuple(body))
+        return Op("fused", (), body[-1].outputs, FusedParams("kernel"), body=tuple(body))
 
     def tensors(self, kind: str, seed: int) -> dict[str, torch.Tensor]:
         """Draw every operand, by its name in the graph."""
         rows = self.num_tokens * (self.top_k if self.row_per_choice else 1)
         experts = choices_of(kind, self.num_tokens, self.top_k, self.num_experts, seed)
-        order, starts = reference.sort_by_expert(experts, num_experts=self.num_experts)
+        order, starts = sort_by_expert(experts, num_experts=self.num_experts)
         floats = {
             "x": draw(seed, rows, self.K),
             "@w": draw(seed + 1, self.num_experts, self.N, self.K) * self.K**-0.5,
@@ -154,7 +156,7 @@ class ExpertCase:
         """Compute the case op by op with the reference, in f32 throughout."""
         values = {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
         for op in self.op.plain:
-            result = getattr(reference, op.kind)(*(values[n] for n in op.inputs), **vars(op.params))
+            result = REFERENCES[op.kind](*(values[n] for n in op.inputs), **vars(op.params))
             values[op.outputs[0]] = result
         return values[self.op.outputs[0]]
 

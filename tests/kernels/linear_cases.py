@@ -8,13 +8,16 @@ from types import ModuleType
 
 import torch
 
-from treadle.ir import ops
 from treadle.ir.graph import Op
+from treadle.ir.ops.linears import LinearParams
+from treadle.ir.ops.norms import RmsNormParams
+from treadle.ir.ops.params import FusedParams, NoParams
+from treadle.ir.ops.pointwise import ACTIVATIONS, ActivateParams, GluParams, ScaleParams
 from treadle.ir.types import TensorType, parse_type
-from treadle.kernels import reference
 from treadle.kernels.emit import Fact, Header, emit_module, read_template
 from treadle.kernels.epilogue import FusedLinear, lower_linear
 from treadle.kernels.load import load_module, write_module
+from treadle.kernels.reference.by_kind import REFERENCES
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 # Relative to the largest output: rounding of the result, and of sums whose order differs.
@@ -44,7 +47,7 @@ class Case:
     @property
     def act(self) -> str:
         """The activation without a gate, or nothing."""
-        return next((act for act in ops.ACTIVATIONS if self.has(act)), "")
+        return next((act for act in ACTIVATIONS if self.has(act)), "")
 
     @property
     def types(self) -> dict[str, TensorType]:
@@ -70,31 +73,31 @@ class Case:
         """The fused op, or the plain linear where nothing is fused."""
         body, x = [], "x"
         if self.has("norm"):
-            params = ops.RmsNormParams(1e-5, 1.0 if self.has("offset") else 0.0)
+            params = RmsNormParams(1e-5, 1.0 if self.has("offset") else 0.0)
             body.append(Op("rms_norm", (x, "@layers.0.norm"), ("layers.0.normed",), params))
             x = "layers.0.normed"
         bias = ("@layers.0.bias",) if self.has("bias") else ()
         result = "layers.0.product"
-        linear = ops.LinearParams("f32" if self.has("f32") else "")
+        linear = LinearParams("f32" if self.has("f32") else "")
         body.append(Op("linear", (x, "@layers.0.weight", *bias), (result,), linear))
         if self.has("scale"):
-            body.append(Op("scale", (result,), ("layers.0.scaled",), ops.ScaleParams(0.22)))
+            body.append(Op("scale", (result,), ("layers.0.scaled",), ScaleParams(0.22)))
             result = "layers.0.scaled"
         if self.act:
-            activate = ops.ActivateParams(self.act)
+            activate = ActivateParams(self.act)
             body.append(Op("activate", (result,), ("layers.0.activated",), activate))
             result = "layers.0.activated"
         if self.has("glu"):
-            glu = ops.GluParams("silu", self.interleave)
+            glu = GluParams("silu", self.interleave)
             if self.has("clamped"):
                 glu = replace(glu, limit=0.5, sharpness=1.702, up_offset=1.0)
             body.append(Op("glu", (result,), ("layers.0.gated",), glu))
             result = "layers.0.gated"
         if self.has("add"):
-            body.append(Op("add", ("hidden", result), ("layers.0.after",), ops.NoParams()))
+            body.append(Op("add", ("hidden", result), ("layers.0.after",), NoParams()))
         if len(body) == 1:
             return body[0]
-        return Op("fused", (), body[-1].outputs, ops.FusedParams("kernel"), body=tuple(body))
+        return Op("fused", (), body[-1].outputs, FusedParams("kernel"), body=tuple(body))
 
 
 def emit_case(template: str, case: Case, **schedule: Fact) -> tuple[str, FusedLinear]:
@@ -132,7 +135,7 @@ def expected(case: Case, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     for op in case.op.body or (case.op,):
         arguments = [values[name] for name in op.inputs]
         settings = {key: value for key, value in vars(op.params).items() if key != "out_dtype"}
-        values[op.outputs[0]] = getattr(reference, op.kind)(*arguments, **settings)
+        values[op.outputs[0]] = REFERENCES[op.kind](*arguments, **settings)
     return values[case.op.outputs[0]]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from treadle.ir.kv_cache import KV_FORMATS
-from treadle.kernels import reference
 from treadle.kernels.kv_pages import QuantisedCache
+from treadle.kernels.reference.attention import attention
 
 from .paged_inputs import POISON, PagedInputs, build_paged_inputs
 
@@ -44,7 +44,7 @@ class QuantisedInputs:
         """Give the reference's output [T, H * D]."""
         plain = self.plain
         num_heads, head_dim = plain.q.shape[1:]
-        return reference.attention(
+        return attention(
             plain.q.flatten(1),
             self.cache.keys,
             self.cache.values,

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.ir.ops import lookup
-from treadle.kernels import cross_compile, emit, reference
+from treadle.ir.ops.registry import lookup
+from treadle.kernels import cross_compile, emit
+from treadle.kernels.reference.sampling import adjust_logits, count_tokens
 
 from .private_template import load_template
 
@@ -93,7 +94,7 @@ def adjust_on_device(
 
 def adjust_by_reference(operands: dict[str, torch.Tensor]) -> torch.Tensor:
     tensors = {name: tensor.clone() for name, tensor in operands.items()}
-    reference.adjust_logits(*(tensors[name] for name in OPERANDS))
+    adjust_logits(*(tensors[name] for name in OPERANDS))
     return tensors["logits"]
 
 
@@ -209,7 +210,7 @@ def test_penalties_are_those_of_the_history(
     operands["token_counts"][0, list(set(prompt))] = 1
     counting = (operands["seq_rows"], operands["adjusted"], operands["token_counts"])
     for token in answer:
-        reference.count_tokens(torch.tensor([token], dtype=torch.int32), *counting)
+        count_tokens(torch.tensor([token], dtype=torch.int32), *counting)
     expected = penalise(operands["logits"][0], prompt, answer, repetition, presence, frequency)
     found = adjust_by_reference(operands)[0]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -229,7 +230,7 @@ def test_tokens_are_counted_in_the_rows_that_need_it(device: str, rng_seed: int)
     found = counts.clone().to(device)
     template.launch(tokens.to(device), seq_rows.to(device), adjusted.to(device), found, 6)
     expected = counts.clone()
-    reference.count_tokens(tokens, seq_rows, adjusted, expected)
+    count_tokens(tokens, seq_rows, adjusted, expected)
     assert torch.equal(found.cpu(), expected)
     changed = (expected - counts).nonzero().tolist()
     assert changed == [[0, 0], [3, 7], [6, 49]]
@@ -243,7 +244,7 @@ def test_a_count_never_overflows(code: int, device: str) -> None:
     zero, one = (torch.tensor([value], dtype=torch.int32) for value in (0, 1))
     found = counts.clone().to(device)
     template.launch(one.to(device), zero.to(device), one.to(device), found, 1)
-    reference.count_tokens(one, zero, one, counts)
+    count_tokens(one, zero, one, counts)
     assert torch.equal(found.cpu(), counts)
     assert counts[0].tolist() == [0, code + 2 if code < 2**15 - 2 else code, 0]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from treadle.kernels import reference
+from treadle.kernels.reference.attention import attention
 
 from .paged_inputs import PagedInputs, build_paged_inputs
 from .private_template import load_template
@@ -113,7 +113,7 @@ def run_prefill(
 
 def reference_out(inputs: PagedInputs) -> torch.Tensor:
     num_heads, head_dim = inputs.q.shape[1:]
-    return reference.attention(
+    return attention(
         inputs.q.flatten(1),
         inputs.k_cache,
         inputs.v_cache,

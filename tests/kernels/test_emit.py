@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from treadle.ir import fuse, ops
+from treadle.ir import fuse
 from treadle.ir.builder import GraphBuilder
 from treadle.ir.errors import KernelError, LoweringError
 from treadle.ir.graph import Op
+from treadle.ir.ops.params import NoParams
+from treadle.ir.ops.rope import RopeParams
 from treadle.ir.pipeline import run_passes
 from treadle.kernels.emit import (
     Header,
@@ -329,7 +331,7 @@ def test_header_that_would_end_the_docstring_is_refused() -> None:
 
 def test_op_without_expression_is_named() -> None:
     case = Case("glu")
-    rope = Op("rope", ("layers.0.gated", "p", "t"), ("layers.0.r",), ops.RopeParams(8))
+    rope = Op("rope", ("layers.0.gated", "p", "t"), ("layers.0.r",), RopeParams(8))
     with pytest.raises(LoweringError, match=r"can't fuse `rope`.*add, combine, glu"):
         lower_linear("gemv", replace(case.op, body=(*case.op.body, rope)), case.types)
 
@@ -349,7 +351,7 @@ def test_glu_needs_interleaved_rows() -> None:
 
 def test_op_that_skips_the_chain_is_refused() -> None:
     case = Case("add")
-    stray = Op("add", ("hidden", "hidden"), ("layers.0.after",), ops.NoParams())
+    stray = Op("add", ("hidden", "hidden"), ("layers.0.after",), NoParams())
     with pytest.raises(LoweringError, match="does not read"):
         lower_linear("gemv", replace(case.op, body=(case.op.body[0], stray)), case.types)
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from treadle.ir import ops
-from treadle.kernels import reference
+from treadle.ir.ops.experts import RouteParams
 from treadle.kernels.cross_compile import Job, compile_many
 from treadle.kernels.emit import TEMPLATE_DIR, Fact
+from treadle.kernels.reference.experts import combine, route, sort_by_expert
+from treadle.kernels.reference.linears import linear
 
 from ..golden import Golden
 from .expert_cases import EMITTED, ExpertCase, choices_of, draw
@@ -45,7 +46,7 @@ def run_router(
     **schedule: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts by the template; rows past the last token must stay as they are."""
-    params = vars(ops.RouteParams(**{"top_k": 3, **route}))  # type: ignore[arg-type]
+    params = vars(RouteParams(**{"top_k": 3, **route}))  # type: ignore[arg-type]
     template = load_template(
         "router",
         shape={
@@ -69,7 +70,7 @@ def run_router(
     return experts[:num_tokens], scales[:num_tokens]
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("router", ROUTES)
 @pytest.mark.parametrize(
     ("num_tokens", "schedule"),
     [
@@ -79,14 +80,14 @@ def run_router(
     ],
 )
 def test_the_router_chooses_as_the_reference(
-    route: str, num_tokens: int, schedule: dict[str, int], rng_seed: int
+    router: str, num_tokens: int, schedule: dict[str, int], rng_seed: int
 ) -> None:
-    settings, num_experts, num_inputs = ROUTES[route], 12, 72
+    settings, num_experts, num_inputs = ROUTES[router], 12, 72
     x, w = draw(rng_seed, num_tokens, num_inputs), draw(rng_seed + 1, num_experts, num_inputs) / 8
     bias, correction = draw(rng_seed + 2, num_experts), 0.1 * draw(rng_seed + 3, num_experts)
     experts, scales = run_router(x, w, bias, correction, settings, **schedule)
-    logits = reference.linear(x, w, bias)
-    expected = reference.route(logits, correction, **{"top_k": 3, **settings})  # type: ignore[arg-type]
+    logits = linear(x, w, bias)
+    expected = route(logits, correction, **{"top_k": 3, **settings})  # type: ignore[arg-type]
     assert torch.equal(experts, expected[0])
     torch.testing.assert_close(scales, expected[1], rtol=1e-5, atol=1e-6)
 
@@ -127,7 +128,7 @@ def test_choices_are_sorted_by_expert_and_stay_in_order(
     order = torch.full((num_tokens * top_k + 2,), -7, dtype=torch.int32)
     starts = torch.full((num_experts + 1,), -7, dtype=torch.int32)
     template.launch(experts, order, starts, torch.full((999,), -7, dtype=torch.int32), num_tokens)
-    expected = reference.sort_by_expert(experts, num_experts=num_experts)
+    expected = sort_by_expert(experts, num_experts=num_experts)
     assert torch.equal(order[:-2], expected[0]) and (order[-2:] == -7).all()
     assert torch.equal(starts, expected[1])
 
@@ -222,7 +223,7 @@ def test_results_of_experts_are_added_up(
         schedule={"BLOCK_T": 4, "BLOCK_E": 64},
     )
     template.launch(rows, scales, residual if has_residual else None, y, num_tokens)
-    expected = reference.combine(rows, scales)
+    expected = combine(rows, scales)
     expected = expected + residual if has_residual else expected
     torch.testing.assert_close(y[:num_tokens], expected, rtol=1e-5, atol=1e-5)
     assert y[num_tokens:].isnan().all()
@@ -236,7 +237,7 @@ def test_results_do_not_depend_on_the_neighbours(rng_seed: int, tmp_path: Path) 
     alone = ExpertCase("", True, 1)
     for token in (0, 7):
         experts = tensors["experts"][token : token + 1]
-        order, starts = reference.sort_by_expert(experts, num_experts=case.num_experts)
+        order, starts = sort_by_expert(experts, num_experts=case.num_experts)
         own = {**tensors, "x": tensors["x"][token : token + 1], "order": order, "starts": starts}
         folder = tmp_path / f"token {token}"
         found = alone.run("grouped_skinny", own, folder, **GROUPED["grouped_skinny"])

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from treadle.kernels import reference
+from treadle.kernels.reference.latent_attention import (
+    latent_attention,
+    latent_write,
+    prompt_attention,
+)
+from treadle.kernels.reference.linears import head_linear
+from treadle.kernels.reference.norms import rms_norm
+from treadle.kernels.reference.rope import rope
 
 from .paged_inputs import POISON, PagedInputs
 from .private_template import load_template
@@ -88,7 +95,7 @@ class LatentInputs:
 
     def reference(self) -> torch.Tensor:
         paged = self.paged
-        return reference.latent_attention(
+        return latent_attention(
             self.q,
             self.q_rope,
             paged.k_cache,
@@ -318,7 +325,7 @@ class PromptInputs:
 
     def reference(self) -> torch.Tensor:
         out = self.sevens()
-        reference.prompt_attention(
+        prompt_attention(
             *self.operands(),
             out,
             num_heads=self.paged.q.shape[1],
@@ -412,7 +419,7 @@ def test_head_linear_multiplies_each_head_by_its_own_rows(
         expected[:tokens, head] = x[:tokens, head, :taken] @ (own if transposed else own.T)
     x, weight = x.flatten(1).to(device), weight.to(device)
     params = {"num_heads": heads, "first": first, "rows": rows, "transposed": transposed}
-    found = reference.head_linear(x[:tokens], weight, **params)
+    found = head_linear(x[:tokens], weight, **params)
     torch.testing.assert_close(found, expected[:tokens].flatten(1).to(device), atol=1e-4, rtol=1e-4)
     shape = {
         "NUM_HEADS": heads,
@@ -459,11 +466,11 @@ def test_latent_write_normalises_rotates_and_appends(
     latents = torch.full((7, 1, page_size, kv_width), POISON, device=device)
     expected = latents.clone()
     rotation = {"positions": positions, "cos_sin": cos_sin, "interleaved": interleaved}
-    expected_q = reference.rope(q_in, head_dim=head_dim, start=start, **rotation)  # type: ignore[arg-type]
-    normed = reference.rms_norm(kv[:, :latent_dim], weight, eps=1e-3, offset=0.5)
-    reference.latent_write(
+    expected_q = rope(q_in, head_dim=head_dim, start=start, **rotation)  # type: ignore[arg-type]
+    normed = rms_norm(kv[:, :latent_dim], weight, eps=1e-3, offset=0.5)
+    latent_write(
         normed,
-        reference.rope(kv[:, latent_dim:], head_dim=rotary, **rotation),  # type: ignore[arg-type]
+        rope(kv[:, latent_dim:], head_dim=rotary, **rotation),  # type: ignore[arg-type]
         positions,
         token_seq,
         seq_rows,

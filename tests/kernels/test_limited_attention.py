@@ -13,9 +13,9 @@ from treadle.ir import fuse
 from treadle.ir.builder import GraphBuilder
 from treadle.ir.graph import Graph
 from treadle.ir.kv_cache import KV_FORMATS
-from treadle.kernels import reference
 from treadle.kernels.load import load_module, write_module
 from treadle.kernels.lower import Situation, lower
+from treadle.kernels.reference.attention import attention
 
 from .paged_inputs import PagedInputs
 from .quantised_inputs import QuantisedInputs, draw_quantised
@@ -332,7 +332,7 @@ def test_the_reference_is_the_definition(limits: Limits, rng_seed: int) -> None:
         expected = expected_out(inputs, limits)
         if limits.window:
             hide_old_pages(inputs, limits.window)
-        found = reference.attention(
+        found = attention(
             inputs.q.flatten(1),
             inputs.k_cache,
             inputs.v_cache,

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from treadle.ir.kv_cache import KV_FORMATS
-from treadle.kernels import reference
 from treadle.kernels.kv_pages import QuantisedCache, dequantise_keys, dequantise_values
+from treadle.kernels.reference.attention import attention, kv_write
+from treadle.kernels.reference.norms import head_norm
+from treadle.kernels.reference.rope import rope
+from treadle.kernels.reference.rows import split
 
 from .paged_inputs import POISON, PagedInputs
 from .private_template import load_template
@@ -290,12 +293,10 @@ def test_append_matches_the_reference(
         num_tokens, len(sequences),
     )  # fmt: skip
 
-    parts = reference.split(
-        drawn.qkv, sizes=(num_heads * head_dim, *(num_kv_heads * head_dim,) * 2)
-    )
+    parts = split(drawn.qkv, sizes=(num_heads * head_dim, *(num_kv_heads * head_dim,) * 2))
     roped = [
-        reference.rope(
-            reference.head_norm(x, weight, eps=1e-3, offset=0.5) if has_norms else x,
+        rope(
+            head_norm(x, weight, eps=1e-3, offset=0.5) if has_norms else x,
             drawn.inputs[0],
             drawn.cos_sin,
             head_dim=head_dim,
@@ -307,7 +308,7 @@ def test_append_matches_the_reference(
         for found, expected in zip(own, (roped[1], parts[2]), strict=True):
             torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
     expected_cache = copy_cache(drawn.cache, "cpu")
-    reference.kv_write(
+    kv_write(
         roped[1], parts[2], *drawn.inputs[:4], expected_cache.keys, expected_cache.values,
         *drawn.inputs[4:], kv_format=kv_format,
         open_pages=(expected_cache.open_keys, expected_cache.open_values),
@@ -395,7 +396,7 @@ def numbers_of(inputs: QuantisedInputs) -> list[torch.Tensor]:
 
 
 def attend_plainly(plain: PagedInputs, caches: list[torch.Tensor]) -> torch.Tensor:
-    return reference.attention(
+    return attention(
         plain.q.flatten(1),
         *caches,
         plain.block_table,
@@ -430,6 +431,6 @@ def test_the_reference_takes_a_step_s_own_tokens_as_they_were_computed(
     prior = plain.context_lens - plain.query_start.diff()
     positions = torch.arange(14) - plain.query_start[token_seq] + prior[token_seq]
     steps = (positions.int(), token_seq.int(), plain.seq_rows, plain.block_table)
-    reference.kv_write(k, v, *steps, *caches)
+    kv_write(k, v, *steps, *caches)
     expected = attend_plainly(plain, caches)
     torch.testing.assert_close(inputs.attend(k, v), expected, atol=1e-5, rtol=1e-5)

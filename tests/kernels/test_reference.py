@@ -11,7 +11,15 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from treadle.ir import errors
-from treadle.kernels import reference
+from treadle.kernels.reference.attention import attention, kv_write
+from treadle.kernels.reference.linears import can_pack_weight, linear, pack_weight
+from treadle.kernels.reference.norms import head_norm, rms_norm
+from treadle.kernels.reference.pointwise import add, glu, mul
+from treadle.kernels.reference.rope import rope, rope_angles
+from treadle.kernels.reference.rows import embed, gather_rows, split
+from treadle.kernels.reference.sampling import philox_uniform, sample
+from treadle.kernels.reference.step_inputs import advance, resolve_tokens
+from treadle.kernels.reference.step_plan import StepPlan, plan_step
 
 from .paged_inputs import POISON, PagedInputs, build_paged_inputs
 
@@ -59,7 +67,7 @@ def sum_slack(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_embed_scales_rows_and_rounds_once(dtype: torch.dtype, rng_seed: int) -> None:
     torch.manual_seed(rng_seed)
     table = torch.randn(11, 24).to(dtype)
-    rows = reference.embed(int32(3, 0, 10, 3), table, scale=7.3)
+    rows = embed(int32(3, 0, 10, 3), table, scale=7.3)
     assert rows.dtype == dtype
     assert_rounded(rows, table.double()[[3, 0, 10, 3]] * 7.3)
 
@@ -72,7 +80,7 @@ def test_rms_norm_rounds_once(
 ) -> None:
     torch.manual_seed(rng_seed)
     x, weight = torch.randn(5, 576).to(dtype), torch.randn(576).to(weight_dtype)
-    y = reference.rms_norm(x, weight, eps=1e-3, offset=offset)
+    y = rms_norm(x, weight, eps=1e-3, offset=offset)
     rows = x.double()
     exact = rows / (rows.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (weight.double() + offset)
     assert y.dtype == dtype
@@ -88,7 +96,7 @@ def test_linear_rounds_once(
     torch.manual_seed(rng_seed)
     x, weight = torch.randn(3, 576).to(dtype), torch.randn(40, 576).to(dtype)
     bias = torch.randn(40).to(dtype) if has_bias else None
-    y = reference.linear(x, weight, bias, out_dtype=out_dtype)
+    y = linear(x, weight, bias, out_dtype=out_dtype)
     exact = x.double() @ weight.double().T + (bias.double() if has_bias else 0.0)
     assert y.dtype == (out_dtype or dtype)
     assert_rounded(y, exact, size=24.0, slack=sum_slack(x, weight))
@@ -100,36 +108,36 @@ def test_linear_rounds_once(
 def test_packed_weight_multiplies_like_the_plain_one(
     weight_dtype: torch.dtype, out_dtype: torch.dtype, num_tokens: int, rng_seed: int
 ) -> None:
-    if not reference.can_pack_weight(weight_dtype):
+    if not can_pack_weight(weight_dtype):
         pytest.skip(f"oneDNN does not multiply {weight_dtype} on this CPU")
     torch.manual_seed(rng_seed)
     wide = torch.randn(num_tokens, 700).bfloat16()
     x = wide[:, 100:676]  # a view, as `split` gives
     weight, bias = torch.randn(40, 576).to(weight_dtype), torch.randn(40).bfloat16()
-    y = reference.linear(x, reference.pack_weight(weight), bias, out_dtype=out_dtype)
+    y = linear(x, pack_weight(weight), bias, out_dtype=out_dtype)
     exact = x.double() @ weight.double().T + bias.double()
     assert y.dtype == out_dtype
     assert_rounded(y, exact, size=24.0, slack=sum_slack(x, weight))
 
 
 def test_packing_a_dtype_that_onednn_does_not_multiply_is_refused() -> None:
-    assert not reference.can_pack_weight(torch.float16)
+    assert not can_pack_weight(torch.float16)
     with pytest.raises(errors.MachineError, match="float16"):
-        reference.pack_weight(torch.zeros(4, 4, dtype=torch.float16))
+        pack_weight(torch.zeros(4, 4, dtype=torch.float16))
 
 
 def test_packed_weight_refuses_an_x_that_it_would_have_to_round() -> None:
-    if not reference.can_pack_weight(torch.bfloat16):
+    if not can_pack_weight(torch.bfloat16):
         pytest.skip("oneDNN does not multiply bf16 on this CPU")
-    packed = reference.pack_weight(torch.zeros(16, 16, dtype=torch.bfloat16))
+    packed = pack_weight(torch.zeros(16, 16, dtype=torch.bfloat16))
     with pytest.raises(errors.ShapeError, match=r"bfloat16, found torch\.float32"):
-        reference.linear(torch.zeros(1, 16), packed)
+        linear(torch.zeros(1, 16), packed)
 
 
 def test_gather_rows_reads_row_0_for_a_sequence_without_one(rng_seed: int) -> None:
     torch.manual_seed(rng_seed)
     x = torch.randn(4, 8)
-    assert torch.equal(reference.gather_rows(x, int32(3, -1, 1)), x[[3, 0, 1]])
+    assert torch.equal(gather_rows(x, int32(3, -1, 1)), x[[3, 0, 1]])
 
 
 # --- pointwise ----------------------------------------------------------------------------------
@@ -139,8 +147,8 @@ def test_gather_rows_reads_row_0_for_a_sequence_without_one(rng_seed: int) -> No
 def test_add_and_mul_round_once(dtype: torch.dtype, rng_seed: int) -> None:
     torch.manual_seed(rng_seed)
     a, b = torch.randn(3, 40).to(dtype), torch.randn(3, 40).to(dtype)
-    assert_rounded(reference.add(a, b), a.double() + b.double())
-    assert_rounded(reference.mul(a, b), a.double() * b.double())
+    assert_rounded(add(a, b), a.double() + b.double())
+    assert_rounded(mul(a, b), a.double() * b.double())
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh", "relu"])
@@ -159,7 +167,7 @@ def test_glu_multiplies_the_activated_first_half_with_the_second(
         * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))),
         "relu": gate.clamp(min=0),
     }[act] * up
-    y = reference.glu(x, act=act)
+    y = glu(x, act=act)
     assert y.dtype == dtype
     assert_rounded(y, exact, slack=2e-6)
 
@@ -170,31 +178,31 @@ def test_glu_of_interleaved_groups_is_glu_of_halves(group: int, rng_seed: int) -
     gate, up = torch.randn(3, 40), torch.randn(3, 40)
     pieces = zip(gate.split(group, dim=-1), up.split(group, dim=-1), strict=True)
     interleaved = torch.cat([half for pair in pieces for half in pair], dim=-1)
-    plain = reference.glu(torch.cat((gate, up), dim=-1))
-    torch.testing.assert_close(reference.glu(interleaved, interleave=group), plain)
+    plain = glu(torch.cat((gate, up), dim=-1))
+    torch.testing.assert_close(glu(interleaved, interleave=group), plain)
 
 
 def test_glu_refuses_an_unknown_activation() -> None:
     with pytest.raises(errors.SpecError, match=r"'silu'.*found `swish`"):
-        reference.glu(torch.zeros(1, 4), act="swish")
+        glu(torch.zeros(1, 4), act="swish")
 
 
 @pytest.mark.parametrize(("width", "interleave"), [(5, 0), (12, 4)])
 def test_glu_refuses_a_width_it_can_not_cut(width: int, interleave: int) -> None:
     with pytest.raises(errors.ShapeError, match=f"found {width}"):
-        reference.glu(torch.zeros(1, width), interleave=interleave)
+        glu(torch.zeros(1, width), interleave=interleave)
 
 
 def test_split_gives_views() -> None:
     x = torch.arange(12.0).view(2, 6)
-    a, b = reference.split(x, sizes=(2, 4))
+    a, b = split(x, sizes=(2, 4))
     assert torch.equal(a, x[:, :2]) and torch.equal(b, x[:, 2:])
     assert b.data_ptr() == x[:, 2:].data_ptr()
 
 
 def test_split_refuses_sizes_that_do_not_add_up() -> None:
     with pytest.raises(errors.ShapeError, match=r"6, found \(2, 3\)"):
-        reference.split(torch.zeros(1, 6), sizes=(2, 3))
+        split(torch.zeros(1, 6), sizes=(2, 3))
 
 
 # --- rope and cache -----------------------------------------------------------------------------
@@ -213,16 +221,16 @@ def test_rope_rotates_like_hugging_face(rng_seed: int) -> None:
     heads = x.view(1, 5, 3, 64).transpose(1, 2)  # [1, n, T, D]
     cos, sin = torch.cat((cos, cos), -1)[None], torch.cat((sin, sin), -1)[None]  # [1, T, D]
     expected, _ = apply_rotary_pos_emb(heads, heads, cos, sin)
-    actual = reference.rope(x, positions, table, head_dim=64)
+    actual = rope(x, positions, table, head_dim=64)
     torch.testing.assert_close(actual, expected.transpose(1, 2).reshape(5, -1))
 
 
 def test_rope_passes_dims_beyond_the_rotated_ones_through(rng_seed: int) -> None:
     torch.manual_seed(rng_seed)
     x, positions, table = torch.randn(4, 3 * 40), int32(1, 2, 3, 4), angle_table(10, 16)
-    rotated = reference.rope(x, positions, table, head_dim=40).view(4, 3, 40)
+    rotated = rope(x, positions, table, head_dim=40).view(4, 3, 40)
     narrow = x.view(4, 3, 40)[..., :16].reshape(4, -1)
-    expected = reference.rope(narrow, positions, table, head_dim=16).view(4, 3, 16)
+    expected = rope(narrow, positions, table, head_dim=16).view(4, 3, 16)
     assert torch.equal(rotated[..., :16], expected)
     assert torch.equal(rotated[..., 16:], x.view(4, 3, 40)[..., 16:])
 
@@ -234,15 +242,15 @@ def test_rope_rounds_once(dtype: torch.dtype, rng_seed: int) -> None:
     a, b = x.double().chunk(2, dim=-1)
     cos, sin = table.double()[positions].chunk(2, dim=-1)
     exact = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    assert_rounded(reference.rope(x, positions, table, head_dim=64), exact, size=1.0)
+    assert_rounded(rope(x, positions, table, head_dim=64), exact, size=1.0)
 
 
 def test_rope_with_angles_at_hand_gives_the_same(rng_seed: int) -> None:
     torch.manual_seed(rng_seed)
     x, positions, table = torch.randn(4, 128), int32(5, 2, 3, 4), angle_table(10, 64)
-    angles = reference.rope_angles(positions, table)
-    expected = reference.rope(x, positions, table, head_dim=64)
-    assert torch.equal(reference.rope(x, positions, table, head_dim=64, angles=angles), expected)
+    angles = rope_angles(positions, table)
+    expected = rope(x, positions, table, head_dim=64)
+    assert torch.equal(rope(x, positions, table, head_dim=64, angles=angles), expected)
 
 
 def kv_write_inputs(seed: int) -> tuple[torch.Tensor, ...]:
@@ -263,14 +271,14 @@ def test_kv_write_fills_the_slots_of_live_tokens_and_no_others(
     k, v, positions, token_seq, seq_rows, block_table, k_cache, v_cache = inputs
     plan = None
     if planned:
-        plan = reference.plan_step(
+        plan = plan_step(
             *inputs[2:6],
             int32(0, 1, 2, 6),
             int32(18, 0, 33),
             num_kv_heads=3,
             page_size=16,
         )
-    reference.kv_write(*inputs, plan=plan)
+    kv_write(*inputs, plan=plan)
     for new, cache in ((k, k_cache), (v, v_cache)):
         expected = torch.full_like(cache, POISON)
         for token, (position, seq) in enumerate(
@@ -285,9 +293,9 @@ def test_kv_write_fills_the_slots_of_live_tokens_and_no_others(
 def test_kv_write_of_views_of_one_projection(rng_seed: int) -> None:
     k, v, *step, k_cache, v_cache = kv_write_inputs(rng_seed)
     expected_k, expected_v = k_cache.clone(), v_cache.clone()
-    reference.kv_write(k, v, *step, expected_k, expected_v)
+    kv_write(k, v, *step, expected_k, expected_v)
     k_view, v_view = torch.cat((k, v), dim=-1).split(24, dim=-1)
-    reference.kv_write(k_view, v_view, *step, k_cache, v_cache)
+    kv_write(k_view, v_view, *step, k_cache, v_cache)
     torch.testing.assert_close(k_cache, expected_k, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(v_cache, expected_v, rtol=0, atol=0, equal_nan=True)
 
@@ -319,8 +327,8 @@ def paged(steps: str, dtype: torch.dtype, seed: int) -> PagedInputs:
     )
 
 
-def run_attention(inputs: PagedInputs, plan: reference.StepPlan | None = None) -> torch.Tensor:
-    return reference.attention(
+def run_attention(inputs: PagedInputs, plan: StepPlan | None = None) -> torch.Tensor:
+    return attention(
         inputs.q.flatten(1),
         inputs.k_cache,
         inputs.v_cache,
@@ -374,7 +382,7 @@ def test_attention_matches_fp64_and_reads_no_unwritten_slot(
 def test_attention_with_a_plan_at_hand_gives_the_same(steps: str, rng_seed: int) -> None:
     inputs = paged(steps, torch.float32, rng_seed)
     num_tokens = int(inputs.query_start[-1])
-    plan = reference.plan_step(
+    plan = plan_step(
         torch.zeros(num_tokens, dtype=torch.int32),
         torch.zeros(num_tokens, dtype=torch.int32),
         inputs.seq_rows,
@@ -392,7 +400,7 @@ def test_attention_with_a_plan_at_hand_gives_the_same(steps: str, rng_seed: int)
 
 def test_advance_gives_each_live_row_its_next_position() -> None:
     last_token, length = int32(70, 71, 72, 73), int32(10, 0, 12, 13)
-    token_ids, positions, token_seq, query_start, context_lens, sample_index = reference.advance(
+    token_ids, positions, token_seq, query_start, context_lens, sample_index = advance(
         int32(2, -1, 1), last_token, length
     )
     assert token_ids.tolist() == [72, 0, 71]
@@ -408,7 +416,7 @@ def test_advance_gives_each_live_row_its_next_position() -> None:
 
 
 def test_resolve_tokens_fills_in_unknown_ids_only() -> None:
-    resolved = reference.resolve_tokens(
+    resolved = resolve_tokens(
         int32(-1, -1, 5, -1, 6), int32(0, 1, 1, 2, 2), int32(1, -1, 0), int32(7, 8)
     )
     assert resolved.tolist() == [8, 0, 5, 7, 6]
@@ -446,7 +454,7 @@ class Rows:
         rows = int32(*(range(logits.shape[0]) if seq_rows is None else seq_rows))
         wanted = int32(*(range(logits.shape[0]) if index is None else index))
         last_token = torch.full((self.num_rows,), -7, dtype=torch.int32)
-        tokens = reference.sample(logits, rows, wanted, *tensors, last_token)
+        tokens = sample(logits, rows, wanted, *tensors, last_token)
         assert tokens.dtype == torch.int32
         return tokens.tolist(), last_token.tolist()
 
@@ -464,13 +472,13 @@ def allowed(row: torch.Tensor, count: int = 400, **settings: Any) -> set[int]:
 
 def test_philox_gives_the_published_answer_and_24_bits() -> None:
     # kat_vectors of Random123: philox4x32-10 of a zero counter and a zero key starts with 6627e8d5.
-    assert reference.philox_uniform(0, 0) == (0x6627E8D5 >> 8) / 2**24
+    assert philox_uniform(0, 0) == (0x6627E8D5 >> 8) / 2**24
 
 
 def test_philox_uses_all_bits_of_the_seed_and_of_the_position() -> None:
     seeds = [0, 1, 2**31, 2**32, 2**63 - 1, -1]
     positions = [0, 1, 2**16, 2**31 - 1]
-    drawn = [reference.philox_uniform(seed, pos) for seed in seeds for pos in positions]
+    drawn = [philox_uniform(seed, pos) for seed in seeds for pos in positions]
     assert len(set(drawn)) == len(drawn)
     assert all(0.0 <= number < 1.0 for number in drawn)
 
@@ -568,7 +576,7 @@ def test_top_p_cuts_a_large_vocabulary_where_sorting_does(num_kept: int, rng_see
     mass = torch.tensor([float(row.exp()[i]) if i in kept else 0.0 for i in range(4000)]).cumsum(0)
     expected = []
     for position in range(100):
-        uniform = reference.philox_uniform(3, position)
+        uniform = philox_uniform(3, position)
         expected.append(int(torch.searchsorted(mass, uniform * mass[-1:], right=True)))
     drawn = draw_many(row, 100, top_p=top_p, seed=3)
     # fp32 and fp64 sums may disagree about a draw on a boundary.
@@ -607,8 +615,8 @@ def test_tokens_do_not_depend_on_neighbours_or_rows(rng_seed: int) -> None:
 def test_head_norm_normalises_each_head_on_its_own(rng_seed: int) -> None:
     torch.manual_seed(rng_seed)
     x, weight = torch.randn(3, 5 * 8), torch.randn(8)
-    y = reference.head_norm(x, weight, eps=1e-3, offset=0.5)
+    y = head_norm(x, weight, eps=1e-3, offset=0.5)
     for head in range(5):
         part = slice(8 * head, 8 * head + 8)
-        expected = reference.rms_norm(x[:, part], weight, eps=1e-3, offset=0.5)
+        expected = rms_norm(x[:, part], weight, eps=1e-3, offset=0.5)
         torch.testing.assert_close(y[:, part], expected, rtol=0, atol=1e-6)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from treadle.kernels import reference, reference_quick
+from treadle.kernels import reference_quick
+from treadle.kernels.reference.attention import kv_write
+from treadle.kernels.reference.linears import can_pack_weight, linear, pack_weight
+from treadle.kernels.reference.norms import rms_norm
+from treadle.kernels.reference.pointwise import ACTIVATIONS, add, glu
+from treadle.kernels.reference.rope import rope, rope_angles
+from treadle.kernels.reference.rows import split
+from treadle.kernels.reference.step_plan import plan_step
 
 from .paged_inputs import POISON
 from .test_reference import angle_table, int32
@@ -24,9 +31,9 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:
-    if not reference.can_pack_weight(weight.dtype):
+    if not can_pack_weight(weight.dtype):
         pytest.skip("needs oneDNN")
-    return reference.pack_weight(weight)
+    return pack_weight(weight)
 
 
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
@@ -34,7 +41,7 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
 def test_norm_is_that_of_the_reference(size: float, num_tokens: int, rng_seed: int) -> None:
     torch.manual_seed(rng_seed)
     x, weight = size * torch.randn(num_tokens, 72), torch.randn(72)
-    expected = reference.rms_norm(x.double(), weight.double(), eps=1e-5)
+    expected = rms_norm(x.double(), weight.double(), eps=1e-5)
     actual = reference_quick.rms_norm(x, weight, torch.full((1,), 1e-5))
     torch.testing.assert_close(actual.double(), expected, rtol=2e-6, atol=1e-7)
 
@@ -54,15 +61,15 @@ def test_linear_and_its_sum_with_a_residual_are_those_of_the_reference(
     x = torch.randn(num_tokens, 200)[:, 50:122]  # a view, as `split` gives
     weight, residual = torch.randn(40, 72), torch.randn(num_tokens, 40)
     bias = torch.randn(40) if has_bias else None
-    expected = reference.linear(x, weight, bias)
+    expected = linear(x, weight, bias)
     before = residual.clone()
     assert_same(reference_quick.linear(x, packed(weight), bias), expected)
     total = reference_quick.linear_add(x, packed(weight), bias, residual)
-    assert_same(total, reference.add(expected, residual))
+    assert_same(total, add(expected, residual))
     assert torch.equal(residual, before)  # others may read it still
 
 
-@pytest.mark.parametrize("act", sorted(reference.ACTIVATIONS))
+@pytest.mark.parametrize("act", sorted(ACTIVATIONS))
 @pytest.mark.parametrize("interleave", [0, 1, 8])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_linear_and_glu_are_those_of_the_reference(
@@ -71,8 +78,8 @@ def test_linear_and_glu_are_those_of_the_reference(
     torch.manual_seed(rng_seed)
     x, weight = torch.randn(3, 72), torch.randn(96, 72)
     bias = torch.randn(96) if has_bias else None
-    product = reference.linear(x, weight, bias)
-    expected = reference.glu(product, act=act, interleave=interleave)
+    product = linear(x, weight, bias)
+    expected = glu(product, act=act, interleave=interleave)
     parted_bias = None if bias is None else reference_quick.part_gate_up(bias, interleave)
     parted = packed(reference_quick.part_gate_up(weight, interleave))
     assert_same(reference_quick.linear_glu(x, parted, parted_bias, act=act), expected)
@@ -90,17 +97,15 @@ def test_rope_and_kv_write_are_those_of_the_reference(live: bool, rng_seed: int)
     caches = torch.full((2, 9, num_kv_heads, 16, head_dim), POISON)
     expected_caches = caches.clone()
 
-    q, k, v = reference.split(qkv, sizes=(48, 24, 24))
-    expected = reference.rope(q, positions, table, head_dim=head_dim)
-    k = reference.rope(k, positions, table, head_dim=head_dim)
+    q, k, v = split(qkv, sizes=(48, 24, 24))
+    expected = rope(q, positions, table, head_dim=head_dim)
+    k = rope(k, positions, table, head_dim=head_dim)
     step = (positions, token_seq, seq_rows, block_table)
-    reference.kv_write(k, v, *step, expected_caches[0], expected_caches[1])
+    kv_write(k, v, *step, expected_caches[0], expected_caches[1])
 
     lengths = int32(18, 1 if live else 0, 33)
-    plan = reference.plan_step(
-        *step, int32(0, 1, 2, 6), lengths, num_kv_heads=num_kv_heads, page_size=16
-    )
-    angles = reference.rope_angles(positions, table)
+    plan = plan_step(*step, int32(0, 1, 2, 6), lengths, num_kv_heads=num_kv_heads, page_size=16)
+    angles = rope_angles(positions, table)
     before = qkv.clone()
     actual = reference_quick.rope_kv_write(
         qkv, caches[0], caches[1], num_heads=num_heads, angles=angles, plan=plan

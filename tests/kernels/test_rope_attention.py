@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from treadle.kernels import reference
+from treadle.kernels.reference.attention import attention, kv_write
+from treadle.kernels.reference.norms import head_norm
+from treadle.kernels.reference.rope import rope
+from treadle.kernels.reference.rows import split
 
 from .paged_inputs import POISON, PagedInputs, build_paged_inputs
 from .private_template import load_template
@@ -82,23 +85,22 @@ class Step:
         inputs = self.inputs
         num_heads, num_kv_heads, head_dim = self.sizes
         widths = (num_heads * head_dim, *(num_kv_heads * head_dim,) * 2)
-        q, k, v = reference.split(self.qkv[: inputs.num_seqs], sizes=widths)
+        q, k, v = split(self.qkv[: inputs.num_seqs], sizes=widths)
         if self.norm_weights:
             q, k = (
-                reference.head_norm(x.float(), weight, eps=1e-3, offset=0.5)
+                head_norm(x.float(), weight, eps=1e-3, offset=0.5)
                 for x, weight in zip((q, k), self.norm_weights, strict=True)
             )
         positions = (inputs.context_lens - 1).clamp(min=0)
         # Rounded once, after norm and rotation, as the kernel does it.
         q, k = (
-            reference.rope(x, positions, self.cos_sin, head_dim=head_dim).to(self.qkv.dtype)
-            for x in (q, k)
+            rope(x, positions, self.cos_sin, head_dim=head_dim).to(self.qkv.dtype) for x in (q, k)
         )
         k_cache, v_cache = inputs.k_cache.clone(), inputs.v_cache.clone()
         rows = (inputs.seq_rows, inputs.block_table)
         token_seq = torch.arange(inputs.num_seqs, dtype=torch.int32, device=q.device)
-        reference.kv_write(k, v, positions, token_seq, *rows, k_cache, v_cache)
-        out = reference.attention(
+        kv_write(k, v, positions, token_seq, *rows, k_cache, v_cache)
+        out = attention(
             q,
             k_cache,
             v_cache,

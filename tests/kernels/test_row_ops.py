@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -9,7 +10,13 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from treadle.kernels import cross_compile, emit, reference
+from treadle.kernels import cross_compile, emit
+from treadle.kernels.reference.attention import kv_write
+from treadle.kernels.reference.norms import head_norm, layer_norm, rms_norm, section_norm
+from treadle.kernels.reference.pointwise import add, glu, mul
+from treadle.kernels.reference.rope import rope
+from treadle.kernels.reference.rows import embed, gather_rows, split
+from treadle.kernels.reference.step_inputs import advance, resolve_tokens
 
 from .private_template import load_template
 
@@ -62,7 +69,7 @@ def test_embed_copies_scaled_rows(
         "embed", shape={"HIDDEN": hidden, "SCALE": scale}, schedule={"BLOCK_E": 512}
     )
     launch(template, token_ids, table, y, num_tokens, device=device)
-    expected = reference.embed(token_ids[:num_tokens], table, scale=scale)
+    expected = embed(token_ids[:num_tokens], table, scale=scale)
     assert torch.equal(y[:num_tokens], expected)
     assert y[num_tokens:].isnan().all()
 
@@ -84,7 +91,7 @@ def test_norm_of_rows(
         "norm", shape={"HIDDEN": hidden, "EPS": 1e-3}, schedule={"BLOCK_T": block_t}
     )
     launch(template, x, weight, None, None, y, None, num_rows, device=device)
-    assert_same(y[:num_rows], reference.rms_norm(x[:num_rows], weight, eps=1e-3))
+    assert_same(y[:num_rows], rms_norm(x[:num_rows], weight, eps=1e-3))
     assert y[num_rows:].isnan().all()
 
 
@@ -93,7 +100,7 @@ def test_norm_adds_an_offset_to_the_weight(device: str, rng_seed: int) -> None:
     x, weight, y = torch.randn(2, 96), torch.randn(96), poisoned(2, 96, dtype=torch.float32)
     template = load_template("norm", shape={"HIDDEN": 96, "EPS": 1e-6, "OFFSET": 1.0})
     launch(template, x, weight, None, None, y, None, 2, device=device)
-    assert_same(y, reference.rms_norm(x, weight, eps=1e-6, offset=1.0))
+    assert_same(y, rms_norm(x, weight, eps=1e-6, offset=1.0))
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -104,7 +111,7 @@ def test_norm_of_a_sum_stores_the_rounded_sum(
     torch.manual_seed(rng_seed)
     x, residual = torch.randn(3, 320).to(dtype), torch.randn(3, 320).to(dtype)
     weight, y = torch.randn(320).to(dtype), poisoned(3, 320, dtype=dtype)
-    summed = reference.add(x, residual)
+    summed = add(x, residual)
     template = load_template(
         "norm",
         shape={"HIDDEN": 320, "EPS": 1e-5, "ADD_RESIDUAL": True},
@@ -118,7 +125,7 @@ def test_norm_of_a_sum_stores_the_rounded_sum(
         stream = poisoned(3, 320, dtype=dtype)
         launch(template, x, weight, residual, None, y, stream, 3, device=device)
     assert torch.equal(stream.cpu(), summed)
-    assert_same(y.cpu(), reference.rms_norm(summed, weight.cpu(), eps=1e-5))
+    assert_same(y.cpu(), rms_norm(summed, weight.cpu(), eps=1e-5))
 
 
 @pytest.mark.parametrize("add_residual", [False, True])
@@ -132,8 +139,8 @@ def test_norm_of_gathered_rows(add_residual: bool, device: str, rng_seed: int) -
         schedule={"BLOCK_T": 2},
     )
     launch(template, x, weight, residual, index, y, stream, 3, device=device)
-    rows = reference.gather_rows(reference.add(x, residual) if add_residual else x, index)
-    assert_same(y[:3], reference.rms_norm(rows, weight, eps=1e-5))
+    rows = gather_rows(add(x, residual) if add_residual else x, index)
+    assert_same(y[:3], rms_norm(rows, weight, eps=1e-5))
     assert y[3].isnan().all()
     assert torch.equal(stream[:3], rows if add_residual else torch.zeros(3, 320))
 
@@ -164,7 +171,7 @@ def test_layer_norm_of_rows(
     )
     given = bias if has_bias else None
     launch(template, x, weight, given, None, y, num_rows, device=device)
-    expected = reference.layer_norm(x[:num_rows], weight, given, eps=1e-3)
+    expected = layer_norm(x[:num_rows], weight, given, eps=1e-3)
     tolerance = 3e-5 if dtype == torch.float32 else TOLERANCE[dtype]
     torch.testing.assert_close(y[:num_rows], expected, rtol=tolerance, atol=tolerance)
     assert y[num_rows:].isnan().all()
@@ -180,8 +187,8 @@ def test_layer_norm_of_gathered_rows(device: str, rng_seed: int) -> None:
         schedule={"BLOCK_T": 2},
     )
     launch(template, x, weight, bias, index, y, 3, device=device)
-    rows = reference.gather_rows(x, index)
-    assert_same(y[:3], reference.layer_norm(rows, weight, bias, eps=1e-5))
+    rows = gather_rows(x, index)
+    assert_same(y[:3], layer_norm(rows, weight, bias, eps=1e-5))
     assert y[3].isnan().all()
 
 
@@ -207,7 +214,7 @@ def test_sections_of_rows_are_normalised_and_the_rest_is_copied(
         schedule={"BLOCK_T": 2},
     )
     launch(template, x, weight, y, 3, device=device)
-    expected = reference.section_norm(x[:3], weight, sizes=sizes, eps=1e-3, offset=offset)
+    expected = section_norm(x[:3], weight, sizes=sizes, eps=1e-3, offset=offset)
     assert_same(y[:3], expected)
     assert torch.equal(y[:3, sum(sizes) :], x[:3, sum(sizes) :])
     assert y[3].isnan().all()
@@ -216,15 +223,17 @@ def test_sections_of_rows_are_normalised_and_the_rest_is_copied(
 # --- pointwise ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", ["add", "mul"])
+@pytest.mark.parametrize("op", [add, mul])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pointwise_combines_rows(dtype: torch.dtype, op: str, device: str, rng_seed: int) -> None:
+def test_pointwise_combines_rows(
+    dtype: torch.dtype, op: Callable[..., torch.Tensor], device: str, rng_seed: int
+) -> None:
     torch.manual_seed(rng_seed)
     a, b = torch.randn(2, 1000).to(dtype), torch.randn(2, 1000).to(dtype)
     y = poisoned(3, 1000, dtype=dtype)
-    template = load_template("pointwise", shape={"WIDTH": 1000, "OP": op})
+    template = load_template("pointwise", shape={"WIDTH": 1000, "OP": op.__name__})
     launch(template, a, b, y, 2, device=device)
-    assert torch.equal(y[:2], getattr(reference, op)(a, b))
+    assert torch.equal(y[:2], op(a, b))
     assert y[2].isnan().all()
 
 
@@ -245,7 +254,7 @@ def test_glu_gates_rows(
     )
     launch(template, gate_up, y, 2, device=device)
     # 1 + erf cancels for a negative gate: fp32 leaves an absolute error.
-    expected = reference.glu(gate_up, act=act, interleave=interleave)
+    expected = glu(gate_up, act=act, interleave=interleave)
     torch.testing.assert_close(y[:2], expected, rtol=TOLERANCE[dtype], atol=1e-5)
     assert y[2].isnan().all()
 
@@ -264,7 +273,7 @@ def test_glu_clamps_sharpens_and_shifts(act: str, device: str, rng_seed: int) ->
     gate, up = gate_up.double().clamp(max=1.5).chunk(2, dim=-1)
     up = up.clamp(min=-1.5) + 1.0
     gate = gate * torch.sigmoid(1.702 * gate) if act == "silu" else gelu(1.702 * gate) / 1.702
-    for found in (y, reference.glu(gate_up, act=act, **form)):
+    for found in (y, glu(gate_up, act=act, **form)):
         torch.testing.assert_close(found, (gate * up).float(), rtol=1e-5, atol=1e-5)
 
 
@@ -313,10 +322,10 @@ def test_rope_kv_write_rotates_and_appends(
     launch(template, qkv, positions, cos_sin, *step, None, None, *outputs, 5, device=device)
 
     positions, token_seq = positions[:5], token_seq[:5]
-    expected_q, k, v = reference.split(qkv, sizes=sizes)
-    expected_q = reference.rope(expected_q, positions, cos_sin, head_dim=head_dim)
-    k = reference.rope(k, positions, cos_sin, head_dim=head_dim)
-    reference.kv_write(k, v, positions, token_seq, seq_rows, table, *expected_cache)
+    expected_q, k, v = split(qkv, sizes=sizes)
+    expected_q = rope(expected_q, positions, cos_sin, head_dim=head_dim)
+    k = rope(k, positions, cos_sin, head_dim=head_dim)
+    kv_write(k, v, positions, token_seq, seq_rows, table, *expected_cache)
     assert_same(q[:5], expected_q)
     assert q[5].isnan().all()
     assert_same(cache, expected_cache)
@@ -352,13 +361,13 @@ def test_rope_kv_write_normalises_the_heads_of_queries_and_keys(
     )
 
     # In fp32 up to the end, as the kernel: it rounds once, the ops alone round in between.
-    expected_q, k, v = reference.split(qkv.float(), sizes=sizes)
-    expected_q = reference.head_norm(expected_q, q_weight, eps=1e-3, offset=offset)
-    k = reference.head_norm(k, k_weight, eps=1e-3, offset=offset)
-    expected_q = reference.rope(expected_q, positions, cos_sin, head_dim=head_dim)
-    k = reference.rope(k, positions, cos_sin, head_dim=head_dim)
+    expected_q, k, v = split(qkv.float(), sizes=sizes)
+    expected_q = head_norm(expected_q, q_weight, eps=1e-3, offset=offset)
+    k = head_norm(k, k_weight, eps=1e-3, offset=offset)
+    expected_q = rope(expected_q, positions, cos_sin, head_dim=head_dim)
+    k = rope(k, positions, cos_sin, head_dim=head_dim)
     step = (positions, token_seq, seq_rows, table)
-    reference.kv_write(k.to(dtype), v.to(dtype), *step, *expected_cache)
+    kv_write(k.to(dtype), v.to(dtype), *step, *expected_cache)
     assert_same(q, expected_q.to(dtype))
     assert_same(cache, expected_cache)
 
@@ -401,7 +410,7 @@ def test_step_inputs_are_those_of_advance(rows: list[int], device: str, rng_seed
     guarded_length = torch.randint(5000, (11,), dtype=torch.int32)
     guard, length = int(guarded_length[0]), guarded_length[1:]
     expected_length = length.clone()
-    expected = reference.advance(seq_rows, last_token, expected_length)
+    expected = advance(seq_rows, last_token, expected_length)
     results = [torch.full((tensor.numel() + 1,), -99, dtype=torch.int32) for tensor in expected]
     template = load_template("step_inputs", schedule={"BLOCK_B": 8})
     launch(template, seq_rows, last_token, length, *results, batch, device=device)
@@ -416,7 +425,7 @@ def test_resolve_tokens_fills_in_unknown_ids(in_place: bool, device: str) -> Non
     token_ids = int32(-1, -1, 5, -1, 6, 0, -1, -1, 9, -1)
     token_seq = int32(0, 1, 1, 2, 2, 2, 3, 4, 4, 0)
     seq_rows, last_token = int32(1, -1, 0, 3, 2), int32(-5, 7, 8, 9, 10)[1:]
-    expected = reference.resolve_tokens(token_ids[:9], token_seq[:9], seq_rows, last_token)
+    expected = resolve_tokens(token_ids[:9], token_seq[:9], seq_rows, last_token)
     template = load_template("resolve_tokens", schedule={"BLOCK_T": 4})
     if in_place:
         tensors = [t.to(device) for t in (token_ids, token_seq, seq_rows, last_token)]

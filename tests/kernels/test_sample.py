@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from treadle.kernels import cross_compile, emit, reference
+from treadle.kernels import cross_compile, emit
+from treadle.kernels.reference.sampling import FAULT_TOKEN, philox_uniform, sample
 
 from .private_template import load_template
 
@@ -69,7 +70,7 @@ def sample_on_device(batch: Batch, device: str, block_v: int = 1024) -> tuple[li
 def check(batch: Batch, device: str, block_v: int = 1024) -> list[int]:
     """Check that template and reference agree, but for rounding; give the template's tokens."""
     tensors = batch.tensors()
-    expected, last_token = reference.sample(*tensors).tolist(), tensors[-1]
+    expected, last_token = sample(*tensors).tolist(), tensors[-1]
     tokens, found_last_token = sample_on_device(batch, device, block_v)
     for seq, (token, wanted) in enumerate(zip(tokens, expected, strict=True)):
         if token != wanted:
@@ -95,7 +96,7 @@ def check_rounding(seq: int, token: int, logits: torch.Tensor, *state: torch.Ten
     weights[weights < min_p * (1 - 1e-6)] = 0.0
     ends = weights.cumsum(0) / weights.sum()
     start, end = float(ends[token] - weights[token] / weights.sum()), float(ends[token])
-    uniform = reference.philox_uniform(int(state[6][row]), int(length))
+    uniform = philox_uniform(int(state[6][row]), int(length))
     assert start - 1e-5 <= uniform <= end + 1e-5, (
         f"sequence {seq}: token {token} covers {start} to {end}, but u = {uniform}"
     )
@@ -180,7 +181,7 @@ def test_uniform_numbers_are_those_of_the_reference(device: str) -> None:
     positions, seeds = [0, 1, 2**31 - 1, 77, 5], [0, 2**40 + 3, -1, 2**63 - 1, 2**31]
     batch = Batch(torch.zeros(5, 4096), seed=seeds, length=positions)
     expected = [
-        int(reference.philox_uniform(seed, position) * 4096)
+        int(philox_uniform(seed, position) * 4096)
         for seed, position in zip(seeds, positions, strict=True)
     ]
     assert sample_on_device(batch, device, block_v=1024)[0] == expected
@@ -220,7 +221,7 @@ def test_a_request_draws_the_same_whatever_its_row_and_neighbours(
 
 def spread_positions(count: int) -> list[int]:
     """Find positions whose uniform numbers for seed 0 are about (i + 1/2) / count."""
-    numbers = torch.tensor([reference.philox_uniform(0, position) for position in range(2000)])
+    numbers = torch.tensor([philox_uniform(0, position) for position in range(2000)])
     return [int((numbers - (i + 0.5) / count).abs().argmin()) for i in range(count)]
 
 
@@ -311,13 +312,13 @@ def test_nan_and_infinity_are_a_fault_of_their_sequence_only(
     logits[1, where] = bad
     batch = Batch(logits, temperature=temperature, top_k=5, top_p=0.9)
     tokens = check(batch, device, block_v=64)
-    assert tokens[1] == reference.FAULT_TOKEN
+    assert tokens[1] == FAULT_TOKEN
     assert min(tokens[0], tokens[2]) >= 0
 
 
 def test_logits_that_allow_no_token_are_a_fault(device: str) -> None:
     batch = Batch(torch.full((2, 200), -math.inf), temperature=[0.0, 1.0])
-    assert check(batch, device, block_v=64) == [reference.FAULT_TOKEN] * 2
+    assert check(batch, device, block_v=64) == [FAULT_TOKEN] * 2
 
 
 # --- compilation --------------------------------------------------------------------------------

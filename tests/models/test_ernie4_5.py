@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.models.families import FamilyTests
-from treadle.kernels import reference
+from treadle.kernels.reference.rope import rope
 from treadle.runtime.weights import pair_halves
 
 
@@ -32,10 +32,10 @@ def test_reordered_heads_rotated_by_halves_are_heads_rotated_by_neighbours_reord
     def reorder(rows: torch.Tensor) -> torch.Tensor:
         return pair_halves(rows.T, (3 * head_dim, head_dim, rotary_dim)).T
 
-    rotated = reference.rope(x, positions, table, head_dim=head_dim, interleaved=True)
-    halves = reference.rope(reorder(x), positions, table, head_dim=head_dim)
+    rotated = rope(x, positions, table, head_dim=head_dim, interleaved=True)
+    halves = rope(reorder(x), positions, table, head_dim=head_dim)
     torch.testing.assert_close(reorder(rotated), halves)
-    assert not torch.allclose(rotated, reference.rope(x, positions, table, head_dim=head_dim))
+    assert not torch.allclose(rotated, rope(x, positions, table, head_dim=head_dim))
 
 
 def test_rows_beyond_the_rotated_heads_stay_where_they_are(rng_seed: int) -> None:
