@@ -20,8 +20,9 @@ OPEN_DTYPE = "f16"  # of the keys and values of pages that are not full yet
 class KvFormat:
     """Describe a quantised cache: `code_bits` per element, and words that give codes their meaning.
 
-    Keys have a word per page, head and feature, of `CHANNEL_WORD_BYTES`; values one per token and
-    head, of `value_word_bytes`: `value_word` says what it holds.
+    Keys have a word per page, head and feature, of `CHANNEL_WORD_BYTES`, whose halves lie apart:
+    all scales before all zeros, to be read in pairs; values have one per token and head, of
+    `value_word_bytes`: `value_word` says what it holds.
     """
 
     name: str

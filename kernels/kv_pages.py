@@ -3,8 +3,8 @@
 A page is quantised when it is full; until then its row keeps it as it was computed, in f16. Keys
 have a scale and a zero per page and channel, values a scale per token. A block is the keys, or the
 values, of one full page and head: its codes, those of keys token by token, those of values feature
-by feature, as the attention kernels multiply them; then its words. Called by `reference/`; knows
-neither graphs nor steps.
+by feature, as the attention kernels multiply them; then the scales of keys and their zeros, or the
+words of values. Called by `reference/`; knows neither graphs nor steps.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def quantise_keys(keys: torch.Tensor, kv_format: str) -> torch.Tensor:
     else:
         zero = least.half()  # [..., 1, D]
         scale, codes = _to_levels(keys - zero.float(), largest - zero.float(), LEVELS[kv_format])
-    words = torch.stack((scale, zero), dim=-1)  # f16[..., 1, D, 2]
+    words = torch.cat((scale, zero), dim=-1)  # f16[..., 1, 2 D]
     packed = _pack(codes, kv_format)  # [..., S, bytes]
-    return torch.cat((packed.flatten(-2), words.flatten(-3).view(torch.uint8)), dim=-1)
+    return torch.cat((packed.flatten(-2), words.flatten(-2).view(torch.uint8)), dim=-1)
 
 
 def quantise_values(values: torch.Tensor, kv_format: str) -> torch.Tensor:
@@ -128,7 +128,7 @@ def dequantise_keys(blocks: torch.Tensor, kv_format: str, head_dim: int) -> torc
     row_bytes = KV_FORMATS[kv_format].row_bytes(head_dim)
     page_size = (blocks.shape[-1] - head_dim * CHANNEL_WORD_BYTES) // row_bytes
     codes, words = blocks.split((page_size * row_bytes, head_dim * CHANNEL_WORD_BYTES), dim=-1)
-    scale, zero = _floats(words).unflatten(-1, (1, head_dim, 2)).unbind(-1)  # [..., 1, D] each
+    scale, zero = _floats(words).unflatten(-1, (1, 2 * head_dim)).split(head_dim, dim=-1)
     return _unpack(codes.unflatten(-1, (page_size, row_bytes)), kv_format) * scale + zero
 
 

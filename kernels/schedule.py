@@ -595,21 +595,28 @@ def attention_decode_quantised_schedules(
     *,
     is_limited: bool = False,
 ) -> Iterator[Schedule]:
-    """Yield schedules of decode attention with a quantised cache: small tiles, two warps, deep."""
+    """Yield schedules of decode attention with a quantised cache: small tiles, few warps."""
     within = page_size & -page_size  # a tile lies in a page
     if machine == INTERPRETER:
-        yield _quantised(_attention_decode(min(64, within), 2, 64, 4, 1), use_ptx=False)
+        tile = _attention_decode(min(64, within), 2, 64, 4, 1)
+        yield _quantised_decode(tile, kv_format, machine)
         return
-    use_ptx = _unpacks_by_ptx(kv_format, machine)
     programs = dims["B"] * num_kv_heads
     longest = power_of_two(-(-dims["C"] // 128))
     splits = max(1, min(power_of_two(4 * NUM_MULTIPROCESSORS // programs), longest, 64))
-    # On an H200 two tiles in flight leave room for most programs; int4, which is bound by
-    # unpacking, likes a warp by itself once there are many.
-    shapes = [(64, 2, 3), (64, 2, 4), (64, 1, 3), (32, 1, 5), (64, 4, 2), (64, 2, 2), (64, 1, 2)]
-    shapes += [(32, 1, 3), (32, 1, 4), (32, 2, 3), (64, 1, 4), (64, 4, 4)]
-    if kv_format == "int4" and programs > 4 * NUM_MULTIPROCESSORS:
-        shapes.sort(key=lambda shape: shape[1])
+    # Two tiles in flight leave room for most programs. By what a tile takes of instructions: int4,
+    # which is bound by them, likes a warp by itself.
+    shapes = [(64, 2, 3), (32, 1, 4), (32, 2, 3), (64, 2, 4), (64, 4, 3), (64, 2, 2), (32, 1, 3)]
+    if kv_format == "int4":
+        shapes = [
+            (32, 1, 4),
+            (32, 1, 3),
+            (64, 2, 3),
+            (64, 4, 3),
+            (32, 2, 3),
+            (32, 1, 5),
+            (64, 2, 4),
+        ]
     if is_limited:
         # A window, a cap and sinks take registers: more warps come first, for they don't spill.
         shapes.sort(key=lambda shape: -shape[1])
@@ -623,7 +630,7 @@ def attention_decode_quantised_schedules(
                 schedule = _attention_decode(
                     block_tokens, number, 128, warps, stages, use_pdl=use_pdl
                 )
-                yield _quantised(schedule, use_ptx=use_ptx)
+                yield _quantised_decode(schedule, kv_format, machine)
     if machine in HAS_TMA:
         # The weights that the next kernel fetches early come after this one's keys and values.
         for block_tokens, warps, stages in fitting[:3]:
@@ -631,7 +638,7 @@ def attention_decode_quantised_schedules(
                 schedule = _attention_decode(
                     block_tokens, number, 128, warps, stages, use_pdl=True, late=True
                 )
-                yield _quantised(schedule, use_ptx=use_ptx)
+                yield _quantised_decode(schedule, kv_format, machine)
     if programs > NUM_MULTIPROCESSORS:
         # Sequences of uneven length: the long ones alone are cut, so that none runs on by itself.
         for number, chunk in ((4, 512), (8, 1024), (16, 1024)):
@@ -639,7 +646,15 @@ def attention_decode_quantised_schedules(
             schedule = _attention_decode(
                 block_tokens, number, chunk, warps, stages, use_pdl=machine in HAS_TMA
             )
-            yield _quantised(schedule, use_ptx=use_ptx)
+            yield _quantised_decode(schedule, kv_format, machine)
+
+
+def _quantised_decode(schedule: Schedule, kv_format: str, machine: str) -> Schedule:
+    """Give a schedule of decode attention as its template of quantised caches takes it."""
+    # AMD's matrix cores take 16 columns at a time, NVIDIA's 8.
+    least_heads = 16 if machine.startswith("gfx") else 8
+    use_ptx = _unpacks_by_ptx(kv_format, machine)
+    return _quantised(schedule, use_ptx=use_ptx) | {"LEAST_HEADS": least_heads}
 
 
 def _quantised(schedule: Schedule, *, use_ptx: bool) -> Schedule:

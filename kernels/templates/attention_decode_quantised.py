@@ -3,16 +3,16 @@
 Codes become f16 by their bits alone, as 1024 plus the code. Keys are quantised by channel, page by
 page: scales and zeros of a page's channels make keys of a tile's codes, one multiply-add each, of
 f16 in pairs. Those of values, one per token, stay out of the products: an output is sum(p s_v n) +
-sum(p z_v), so scales go into the weights p, and the sum of the weights takes the 1024 out of each
-tile. Every byte is loaded once. The last page of a sequence is open until it is full: its keys
-and values lie in f16 in the row's own page.
+sum(p z_v), so scales go into the weights p, and the sum of the weights takes the 1024 out at the
+end. Codes are the left operands of both products. Every byte is loaded once. The last page of a
+sequence is open until it is full: its keys and values lie in f16 in the row's own page.
 Splits and their combination are those of `attention_decode`.
 
 Shapes (H query heads, G KV heads, D head dim, S tokens per page, P pages, R rows, M pages per row,
 N = D bytes of codes per token, D / 2 with int4):
   q, out        [T, H, D], [T, H * D]: contiguous, T >= num_seqs
-  k_cache       u8[P, G, S * N + 4 * D]: contiguous; codes [S, N], then a word for each feature: the
-                scale in f16 and, above it, what code 0 means
+  k_cache       u8[P, G, S * N + 4 * D]: contiguous; codes [S, N], then, in f16, the scale of each
+                feature, then what its code 0 means
   v_cache       u8[P, G, S * (N + W)]: contiguous; codes [N, S], then a word for each token: the
                 scale in f16 (W = 2); with int4 (W = 4) above it the least value. int8: code + 128;
                 e4m3 with fp8, whose scales are those of numbers over 256; int4, of both: feature d
@@ -37,10 +37,12 @@ import triton.language as tl
 
 from treadle.kernels.templates.parts.quantised_tiles import (
     load_codes,
+    scale_weights,
     tile_page,
+    to_f16,
+    to_f16_planes,
     to_key_planes,
     to_keys,
-    weigh_values,
 )
 from treadle.kernels.templates.parts.splits import combine_splits
 
@@ -56,11 +58,12 @@ SCHEDULE = dict(
     BLOCK_TOKENS=64,
     MAX_SPLITS=8,
     MIN_CHUNK_TOKENS=256,
+    LEAST_HEADS=8,
     USE_PTX=False,
     USE_PDL=False,
     TRIGGER_LATE=False,
     num_warps=2,
-    num_stages=4,
+    num_stages=3,
 )
 
 
@@ -110,6 +113,7 @@ def attention_decode_quantised(
     BLOCK_TOKENS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_CHUNK_TOKENS: tl.constexpr,
+    LEAST_HEADS: tl.constexpr,
     USE_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
     TRIGGER_LATE: tl.constexpr,
@@ -119,8 +123,11 @@ def attention_decode_quantised(
     seq = tl.program_id(1)
     split = tl.program_id(2)
     GROUP_HEADS: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    # The query heads of a KV head are the rows of the score tile; a dot wants 16 of everything.
-    BLOCK_H: tl.constexpr = 16 if GROUP_HEADS < 16 else triton.next_power_of_2(GROUP_HEADS)
+    # The query heads of a KV head are the columns of the score tile, tokens its rows: codes become
+    # the left operand where they are, and few heads waste less than they would as rows.
+    BLOCK_H: tl.constexpr = (
+        LEAST_HEADS if GROUP_HEADS < LEAST_HEADS else triton.next_power_of_2(GROUP_HEADS)
+    )
     # With int4 a tile of bytes is two planes of features: the first half of a head and the second.
     HAS_PLANES: tl.constexpr = KV_FORMAT == "int4"
     WIDTH: tl.constexpr = HEAD_DIM // 2 if HAS_PLANES else HEAD_DIM
@@ -147,8 +154,8 @@ def attention_decode_quantised(
 
     heads = tl.arange(0, BLOCK_H)
     dims = tl.arange(0, BLOCK_W)
-    mask = (heads < GROUP_HEADS)[:, None] & (dims < WIDTH)[None, :]  # [BLOCK_H, BLOCK_W]
-    offsets = heads[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_H, BLOCK_W]
+    mask = (heads < GROUP_HEADS)[None, :] & (dims < WIDTH)[:, None]  # [BLOCK_W, BLOCK_H]
+    offsets = heads[None, :] * HEAD_DIM + dims[:, None]  # [BLOCK_W, BLOCK_H]
     q_ptr += (seq * NUM_HEADS + kv_head * GROUP_HEADS) * HEAD_DIM
     out_ptr += (seq * NUM_HEADS + kv_head * GROUP_HEADS) * HEAD_DIM
     pages_ptr = block_table_ptr + table_row.to(tl.int64) * table_stride
@@ -162,42 +169,65 @@ def attention_decode_quantised(
         tl.extra.cuda.gdc_wait()
 
     q = tl.load(q_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * SCALE_LOG2
-    q = q.to(tl.float16)  # [BLOCK_H, BLOCK_W]
-    second_q = q  # [BLOCK_H, BLOCK_W]
+    q = q.to(tl.float16)  # [BLOCK_W, BLOCK_H]
+    second_q = q  # [BLOCK_W, BLOCK_H]
     if HAS_PLANES:
         second_q = tl.load(q_ptr + WIDTH + offsets, mask=mask, other=0.0).to(tl.float32)
-        second_q = (second_q * SCALE_LOG2).to(tl.float16)  # [BLOCK_H, BLOCK_W]
+        second_q = (second_q * SCALE_LOG2).to(tl.float16)  # [BLOCK_W, BLOCK_H]
 
     best = tl.full((BLOCK_H,), float("-inf"), tl.float32)  # [BLOCK_H]
     total = tl.zeros((BLOCK_H,), tl.float32)  # [BLOCK_H]
-    least_sum = tl.zeros((BLOCK_H,), tl.float32)  # [BLOCK_H]
-    acc = tl.zeros((BLOCK_H, BLOCK_W), tl.float32)  # [BLOCK_H, BLOCK_W]
-    second_acc = tl.zeros((BLOCK_H, BLOCK_W), tl.float32)  # [BLOCK_H, BLOCK_W]
     best, total = SINKS(best, total, split, kv_head, heads)
+    # Sums over tokens stay apart by the token's place in its tile, and are added up at the end:
+    # adding across threads in every tile would take longer than multiplying.
+    weight_sums = tl.zeros((BLOCK_TOKENS, BLOCK_H), tl.float32)  # [BLOCK_TOKENS, BLOCK_H]
+    scaled_sums = tl.zeros((BLOCK_TOKENS, BLOCK_H), tl.float32)  # [BLOCK_TOKENS, BLOCK_H]
+    least_sums = tl.zeros((BLOCK_TOKENS, BLOCK_H), tl.float32)  # [BLOCK_TOKENS, BLOCK_H]
+    acc = tl.zeros((BLOCK_W, BLOCK_H), tl.float32)  # [BLOCK_W, BLOCK_H]
+    second_acc = tl.zeros((BLOCK_W, BLOCK_H), tl.float32)  # [BLOCK_W, BLOCK_H]
     for tile_start in range(start, full_stop, BLOCK_TOKENS):
         tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
-        keys, key_words, second_words, values, value_words = load_codes(
+        keys, scales, zeros, second_scales, second_zeros, values, value_words = load_codes(
             k_cache_ptr, v_cache_ptr, page, tile_start, kv_head,
             NUM_KV_HEADS, HEAD_DIM, WIDTH, PAGE_SIZE, BLOCK_TOKENS, BLOCK_W,
         )  # fmt: skip
         page = tile_page(pages_ptr, tile_start + BLOCK_TOKENS, full_stop, PAGE_SIZE)
         if HAS_PLANES:
-            k, second_k = to_key_planes(keys, key_words, second_words, USE_PTX)
-            scores = tl.dot(q, tl.trans(k))  # [BLOCK_H, BLOCK_TOKENS]
-            scores = tl.dot(second_q, tl.trans(second_k), scores)  # [BLOCK_H, BLOCK_TOKENS]
+            k, second_k = to_key_planes(
+                keys, scales, zeros, second_scales, second_zeros, USE_PTX
+            )  # [BLOCK_TOKENS, BLOCK_W] each
+            scores = tl.dot(k, q)  # [BLOCK_TOKENS, BLOCK_H]
+            scores = tl.dot(second_k, second_q, scores)  # [BLOCK_TOKENS, BLOCK_H]
         else:
-            k = to_keys(keys, key_words, KV_FORMAT, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W]
-            scores = tl.dot(q, tl.trans(k))  # [BLOCK_H, BLOCK_TOKENS]
+            k = to_keys(keys, scales, zeros, KV_FORMAT, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W]
+            scores = tl.dot(k, q)  # [BLOCK_TOKENS, BLOCK_H]
+        scores = tl.trans(scores)  # [BLOCK_H, BLOCK_TOKENS]
         scores = SCORES(scores, tokens, context)
-        new_best = tl.maximum(best, tl.max(scores, 1))  # [BLOCK_H]
+        scores = tl.trans(scores)  # [BLOCK_TOKENS, BLOCK_H]
+        new_best = tl.maximum(best, tl.max(scores, 0))  # [BLOCK_H]
         rescale = tl.exp2(best - new_best)  # [BLOCK_H]
-        weights = tl.exp2(scores - new_best[:, None])  # [BLOCK_H, BLOCK_TOKENS]
-        total = total * rescale + tl.sum(weights, 1)  # [BLOCK_H]
+        weights = tl.exp2(scores - new_best[None, :])  # [BLOCK_TOKENS, BLOCK_H]
+        weight_sums = weight_sums * rescale[None, :] + weights  # [BLOCK_TOKENS, BLOCK_H]
+        total = total * rescale  # [BLOCK_H]
         best = new_best  # [BLOCK_H]
-        acc, second_acc, least_sum = weigh_values(
-            acc, second_acc, least_sum, weights, rescale, values, value_words,
-            KV_FORMAT, USE_PTX, LIFT,
-        )  # fmt: skip
+        scaled, least = scale_weights(weights, value_words, KV_FORMAT, USE_PTX, LIFT)
+        acc = acc * rescale[None, :]  # [BLOCK_W, BLOCK_H]
+        if HAS_PLANES:
+            first, second = to_f16_planes(values, USE_PTX)  # [BLOCK_W, BLOCK_TOKENS] each
+            acc = tl.dot(first, scaled, acc)  # [BLOCK_W, BLOCK_H]
+            second_acc = tl.dot(second, scaled, second_acc * rescale[None, :])
+            least_sums = least_sums * rescale[None, :] + weights * least[:, None]
+        else:
+            numbers = to_f16(values, KV_FORMAT, USE_PTX)  # [BLOCK_W, BLOCK_TOKENS]
+            acc = tl.dot(numbers, scaled, acc)  # [BLOCK_W, BLOCK_H]
+        scaled_sums = scaled_sums * rescale[None, :] + scaled.to(tl.float32)
+    total += tl.sum(weight_sums, 0)  # [BLOCK_H]
+    least_sum = tl.sum(least_sums, 0)  # [BLOCK_H]
+    # What the bits add to a code is taken back.
+    ADDED: tl.constexpr = 0.0 if KV_FORMAT == "fp8" else 1152.0 if KV_FORMAT == "int8" else 1024.0
+    added = ADDED * tl.sum(scaled_sums, 0)[None, :]  # [1, BLOCK_H]
+    acc -= added  # [BLOCK_W, BLOCK_H]
+    second_acc -= added  # [BLOCK_W, BLOCK_H]
 
     # What is left of the split lies in the open page.
     open_offset = tl.maximum(table_row, 0).to(tl.int64) * PAGE_SIZE * (NUM_KV_HEADS * HEAD_DIM)
@@ -210,36 +240,39 @@ def attention_decode_quantised(
         open_offsets = open_offset + rows[:, None] + dims[None, :]  # [BLOCK_TOKENS, BLOCK_W]
         k = tl.load(k_open_ptr + open_offsets, mask=loaded, other=0.0)
         v = tl.load(v_open_ptr + open_offsets, mask=loaded, other=0.0)
-        scores = tl.dot(q, tl.trans(k))  # [BLOCK_H, BLOCK_TOKENS]
+        scores = tl.dot(k, q)  # [BLOCK_TOKENS, BLOCK_H]
         if HAS_PLANES:
             second_k = tl.load(k_open_ptr + WIDTH + open_offsets, mask=loaded, other=0.0)
-            scores = tl.dot(second_q, tl.trans(second_k), scores)  # [BLOCK_H, BLOCK_TOKENS]
+            scores = tl.dot(second_k, second_q, scores)  # [BLOCK_TOKENS, BLOCK_H]
+        scores = tl.trans(scores)  # [BLOCK_H, BLOCK_TOKENS]
         scores = SCORES(scores, tokens, context)
-        scores = tl.where(live[None, :], scores, float("-inf"))  # [BLOCK_H, BLOCK_TOKENS]
-        new_best = tl.maximum(best, tl.max(scores, 1))  # [BLOCK_H]
+        scores = tl.trans(scores)  # [BLOCK_TOKENS, BLOCK_H]
+        scores = tl.where(live[:, None], scores, float("-inf"))  # [BLOCK_TOKENS, BLOCK_H]
+        new_best = tl.maximum(best, tl.max(scores, 0))  # [BLOCK_H]
         rescale = tl.exp2(best - new_best)  # [BLOCK_H]
-        weights = tl.exp2(scores - new_best[:, None])  # [BLOCK_H, BLOCK_TOKENS]
-        total = total * rescale + tl.sum(weights, 1)  # [BLOCK_H]
+        weights = tl.exp2(scores - new_best[None, :])  # [BLOCK_TOKENS, BLOCK_H]
+        total = total * rescale + tl.sum(weights, 0)  # [BLOCK_H]
         best = new_best  # [BLOCK_H]
         least_sum = least_sum * rescale  # [BLOCK_H]
-        acc = tl.dot((weights * LIFT).to(tl.float16), v, acc * rescale[:, None])
+        lifted = (weights * LIFT).to(tl.float16)  # [BLOCK_TOKENS, BLOCK_H]
+        acc = tl.dot(tl.trans(v), lifted, acc * rescale[None, :])  # [BLOCK_W, BLOCK_H]
         if HAS_PLANES:
             second_v = tl.load(v_open_ptr + WIDTH + open_offsets, mask=loaded, other=0.0)
-            second_weights = (weights * (16.0 * LIFT)).to(tl.float16)  # as large as the codes
-            second_acc = tl.dot(second_weights, second_v, second_acc * rescale[:, None])
+            lifted = (weights * (16.0 * LIFT)).to(tl.float16)  # as large as the codes
+            second_acc = tl.dot(tl.trans(second_v), lifted, second_acc * rescale[None, :])
 
     if USE_PDL and TRIGGER_LATE:
         # The dependents' weights would have come in the way of this kernel's keys and values.
         tl.extra.cuda.gdc_launch_dependents()
     # A padding sequence read nothing: its zeros are divided by one.
-    divisor = tl.where(total > 0.0, total, 1.0)[:, None]  # [BLOCK_H, 1]
+    divisor = tl.where(total > 0.0, total, 1.0)[None, :]  # [1, BLOCK_H]
     UNLIFT: tl.constexpr = 1.0 / LIFT
-    acc = (acc * UNLIFT + least_sum[:, None]) / divisor  # [BLOCK_H, BLOCK_W]
-    second_acc = (second_acc * (UNLIFT * 0.0625) + least_sum[:, None]) / divisor
+    acc = (acc * UNLIFT + least_sum[None, :]) / divisor  # [BLOCK_W, BLOCK_H]
+    second_acc = (second_acc * (UNLIFT * 0.0625) + least_sum[None, :]) / divisor
     if num_splits == 1:
         tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
         if HAS_PLANES:
-            second_ptrs = out_ptr + WIDTH + offsets  # [BLOCK_H, BLOCK_W]
+            second_ptrs = out_ptr + WIDTH + offsets  # [BLOCK_W, BLOCK_H]
             tl.store(second_ptrs, second_acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         group = seq * NUM_KV_HEADS + kv_head

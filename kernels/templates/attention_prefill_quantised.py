@@ -246,17 +246,19 @@ def attention_prefill_quantised(
         page = tile_page(pages_ptr, 0, full_stop, PAGE_SIZE)
         # Every row sees every earlier key.
         for tile_start in range(0, full_stop, BLOCK_TOKENS):
-            keys, key_words, second_words, values, value_words = load_codes(
+            keys, scales, zeros, second_scales, second_zeros, values, value_words = load_codes(
                 k_cache_ptr, v_cache_ptr, page, tile_start, kv_head,
                 NUM_KV_HEADS, HEAD_DIM, WIDTH, PAGE_SIZE, BLOCK_TOKENS, BLOCK_W,
             )  # fmt: skip
             page = tile_page(pages_ptr, tile_start + BLOCK_TOKENS, full_stop, PAGE_SIZE)
             if HAS_PLANES:
-                earlier_k, second_k = to_key_planes(keys, key_words, second_words, USE_PTX)
+                earlier_k, second_k = to_key_planes(
+                    keys, scales, zeros, second_scales, second_zeros, USE_PTX
+                )
                 scores = tl.dot(q.to(tl.float16), tl.trans(earlier_k))
                 scores = tl.dot(second_q.to(tl.float16), tl.trans(second_k), scores)
             else:
-                earlier_k = to_keys(keys, key_words, KV_FORMAT, USE_PTX)
+                earlier_k = to_keys(keys, scales, zeros, KV_FORMAT, USE_PTX)
                 scores = tl.dot(q.to(tl.float16), tl.trans(earlier_k))
             tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
             scores = SCORES(scores, tokens, positions)

@@ -143,7 +143,7 @@ def _word_of(scale, zero):
 
 @triton.jit
 def _key_codes(x, live, KV_FORMAT: tl.constexpr):
-    """Quantise the channels of a page, [tokens, channels]; give codes and words [channels]."""
+    """Quantise the channels of a page, [tokens, channels]; give codes, scales and zeros."""
     least = tl.min(tl.where(live, x, float("inf")), 0)  # [channels]
     largest = tl.max(tl.where(live, x, float("-inf")), 0)  # [channels]
     if KV_FORMAT == "fp8":
@@ -156,7 +156,7 @@ def _key_codes(x, live, KV_FORMAT: tl.constexpr):
         wide = zero.to(tl.float32)  # [channels]
         spread = largest - wide  # [channels]
     codes, scale = _to_codes(x, wide[None, :], spread[None, :], KV_FORMAT)
-    return codes, _word_of(scale, zero[None, :])  # [tokens, channels], [1, channels]
+    return codes, scale, zero[None, :]  # [tokens, channels], [1, channels] twice
 
 
 # The step's inputs may be slices: their alignment must not select another compiled kernel.
@@ -371,18 +371,21 @@ def rope_kv_write_quantised_close(
                 k_ptr, k_open_ptr, 0, PAGE_SIZE, HALF + feature, position, prior,
                 NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_PAGE, HEAD_DIM, STORE_OWN,
             )  # fmt: skip
-            x, x_word = _key_codes(x, live, KV_FORMAT)  # [BLOCK_PAGE, BLOCK_C], [1, BLOCK_C]
-            y, y_word = _key_codes(y, live, KV_FORMAT)  # [BLOCK_PAGE, BLOCK_C], [1, BLOCK_C]
+            x, x_scale, x_zero = _key_codes(x, live, KV_FORMAT)
+            y, y_scale, y_zero = _key_codes(y, live, KV_FORMAT)
             code_ptrs = k_cache_ptr + page_slot[:, None] * ROW_BYTES + feature[None, :]
             if KV_FORMAT == "int4":
                 tl.store(code_ptrs, (x | (y << 4)).to(tl.uint8), mask=live)
             else:
                 tl.store(code_ptrs, x.to(tl.uint8), mask=live)
                 tl.store(code_ptrs + HALF, y.to(tl.uint8), mask=live)
-            word_ptrs = (k_cache_ptr + PAGE_SIZE * ROW_BYTES).to(tl.pointer_type(tl.int32))
-            word_ptrs += feature[None, :]  # [1, BLOCK_C]
-            tl.store(word_ptrs, x_word, mask=(feature < HALF)[None, :])
-            tl.store(word_ptrs + HALF, y_word, mask=(feature < HALF)[None, :])
+            scale_ptrs = (k_cache_ptr + PAGE_SIZE * ROW_BYTES).to(tl.pointer_type(tl.float16))
+            scale_ptrs += feature[None, :]  # [1, BLOCK_C]
+            inside = (feature < HALF)[None, :]  # [1, BLOCK_C]
+            tl.store(scale_ptrs, x_scale, mask=inside)
+            tl.store(scale_ptrs + HALF, y_scale, mask=inside)
+            tl.store(scale_ptrs + HEAD_DIM, x_zero, mask=inside)
+            tl.store(scale_ptrs + HEAD_DIM + HALF, y_zero, mask=inside)
         feature = tl.arange(0, BLOCK_HALF)  # [BLOCK_HALF]
         inside = (feature < HALF)[None, :]  # [1, BLOCK_HALF]
         for first in range(0, PAGE_SIZE, BLOCK_T):

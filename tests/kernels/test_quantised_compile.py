@@ -10,6 +10,7 @@ from treadle.ir.kv_cache import KV_FORMATS
 from treadle.ir.types import TensorType
 from treadle.kernels.cross_compile import Job, compile_many
 from treadle.kernels.emit import Header, emit_module, read_template
+from treadle.kernels.schedule import attention_decode_quantised_schedules
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, TOKENS = 32, 8, 128, 64, 64
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "gfx942": 65536}
@@ -35,8 +36,13 @@ def job(folder: Path, template: str, kv_format: str, target: str, *, store_own: 
         "USE_PTX": target.startswith("sm_") and (kv_format, target) != ("fp8", "sm_80"),
         "BLOCK_TOKENS": 32 if is_prefill and is_amd else 64,
         "num_warps": 2 if not is_prefill else 4 if is_amd else 8,
-        "num_stages": 2 if target == "gfx942" else 3,
+        "num_stages": 2 if is_amd else 3,
     }
+    if template == "attention_decode_quantised":
+        sizes = {"B": TOKENS, "C": 2048}
+        facts |= next(
+            attention_decode_quantised_schedules(KV_HEADS, PAGE, kv_format, sizes, target)
+        )
     shape, schedule = (
         {name: facts.get(name, value) for name, value in own}
         for own in (read.shape_facts, read.schedule_facts)

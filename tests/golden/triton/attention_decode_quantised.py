@@ -7,8 +7,8 @@ Covers:
 Must move 0 bytes and 16,384 per token; must compute 0 operations per token.
 Keys and values come on top: their bytes and operations per context token.
 
-Schedule: BLOCK_TOKENS=64, MAX_SPLITS=8, MIN_CHUNK_TOKENS=128, USE_PTX=True, USE_PDL=True,
-  TRIGGER_LATE=False, num_warps=2, num_stages=4
+Schedule: BLOCK_TOKENS=64, MAX_SPLITS=8, MIN_CHUNK_TOKENS=128, LEAST_HEADS=8, USE_PTX=True,
+  USE_PDL=True, TRIGGER_LATE=False, num_warps=2, num_stages=3
 """
 
 import torch
@@ -27,11 +27,12 @@ SCHEDULE = dict(
     BLOCK_TOKENS=64,
     MAX_SPLITS=8,
     MIN_CHUNK_TOKENS=128,
+    LEAST_HEADS=8,
     USE_PTX=True,
     USE_PDL=True,
     TRIGGER_LATE=False,
     num_warps=2,
-    num_stages=4,
+    num_stages=3,
 )
 
 
@@ -57,11 +58,11 @@ def load_codes(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Load a tile of a full page: codes and words of keys, codes and words of values.
+    """Load a tile of a full page: codes, scales and zeros of keys, codes and words of values.
 
-    Codes are [BLOCK_TOKENS, BLOCK_W] and [BLOCK_W, BLOCK_TOKENS]; words of keys [BLOCK_W], of the
-    first half of the features and of the second where a byte holds two; words of values
-    [BLOCK_TOKENS].
+    Codes are [BLOCK_TOKENS, BLOCK_W] and [BLOCK_W, BLOCK_TOKENS]; scales and zeros of keys
+    f16[BLOCK_W], of the first half of the features and of the second where a byte holds two; words
+    of values [BLOCK_TOKENS].
     """
     HAS_PLANES: tl.constexpr = ROW_BYTES < HEAD_DIM
     byte = tl.arange(0, BLOCK_W)  # [BLOCK_W]
@@ -75,16 +76,18 @@ def load_codes(
     v_ptrs = v_block_ptr + (byte[:, None] * PAGE_SIZE + slot[None, :])
     keys = tl.load(k_ptrs, mask=inside[None, :], other=0)  # [BLOCK_TOKENS, BLOCK_W]
     values = tl.load(v_ptrs, mask=inside[:, None], other=0)  # [BLOCK_W, BLOCK_TOKENS]
-    key_word_ptrs = (k_block_ptr + PAGE_SIZE * ROW_BYTES).to(tl.pointer_type(tl.int32)) + byte
-    key_words = tl.load(key_word_ptrs, mask=inside, other=0)  # [BLOCK_W]
-    second_words = key_words
+    scale_ptrs = (k_block_ptr + PAGE_SIZE * ROW_BYTES).to(tl.pointer_type(tl.float16)) + byte
+    scales = tl.load(scale_ptrs, mask=inside, other=0.0)  # [BLOCK_W]
+    zeros = tl.load(scale_ptrs + HEAD_DIM, mask=inside, other=0.0)  # [BLOCK_W]
+    second_scales, second_zeros = scales, zeros
     if HAS_PLANES:
-        second_words = tl.load(key_word_ptrs + ROW_BYTES, mask=inside, other=0)  # [BLOCK_W]
+        second_scales = tl.load(scale_ptrs + ROW_BYTES, mask=inside, other=0.0)  # [BLOCK_W]
+        second_zeros = tl.load(scale_ptrs + HEAD_DIM + ROW_BYTES, mask=inside, other=0.0)
         value_word_ptrs = (v_block_ptr + PAGE_SIZE * ROW_BYTES).to(tl.pointer_type(tl.int32))
     else:
         value_word_ptrs = (v_block_ptr + PAGE_SIZE * ROW_BYTES).to(tl.pointer_type(tl.float16))
     value_words = tl.load(value_word_ptrs + slot)  # [BLOCK_TOKENS]
-    return keys, key_words, second_words, values, value_words
+    return keys, scales, zeros, second_scales, second_zeros, values, value_words
 
 
 @triton.jit
@@ -166,54 +169,43 @@ def to_f16_planes(codes, USE_PTX: tl.constexpr):
 
 
 @triton.jit
-def to_keys(codes, words, KV_FORMAT: tl.constexpr, USE_PTX: tl.constexpr):
+def to_keys(codes, scales, zeros, KV_FORMAT: tl.constexpr, USE_PTX: tl.constexpr):
     """Give the keys of a tile in f16, [BLOCK_TOKENS, BLOCK_W], of one code a byte."""
-    scale = low_half(words)  # [BLOCK_W]
+    numbers = to_f16(codes, KV_FORMAT, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W]
     if KV_FORMAT == "fp8":
         # The hardware converts to numbers, other GPUs to numbers over 256, which the scales mean.
-        numbers = to_f16(codes, KV_FORMAT, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W]
         if USE_PTX:
-            scale = scale * (1.0 / 256.0)  # [BLOCK_W]
+            scales = scales * (1.0 / 256.0)  # [BLOCK_W]
     else:
-        numbers = to_f16(codes, KV_FORMAT, USE_PTX) - 1024.0  # [BLOCK_TOKENS, BLOCK_W]
-    return numbers * scale[None, :] + high_half(words)[None, :]
+        numbers -= 1024.0  # [BLOCK_TOKENS, BLOCK_W]
+    return numbers * scales[None, :] + zeros[None, :]
 
 
 @triton.jit
-def to_key_planes(codes, words, second_words, USE_PTX: tl.constexpr):
+def to_key_planes(codes, scales, zeros, second_scales, second_zeros, USE_PTX: tl.constexpr):
     """Give the keys of a tile of int4 in f16: the first half of their features, the second."""
     first, second = to_f16_planes(codes, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W] each
-    first = (first - 1024.0) * low_half(words)[None, :] + high_half(words)[None, :]
-    second = (second - 1024.0) * (low_half(second_words) * 0.0625)[None, :]
-    return first, second + high_half(second_words)[None, :]
+    first = (first - 1024.0) * scales[None, :] + zeros[None, :]
+    second = (second - 1024.0) * (second_scales * 0.0625)[None, :]
+    return first, second + second_zeros[None, :]
 
 
 @triton.jit
-def weigh_values(
-    acc, second_acc, least_sum, weights, rescale, values, words,
-    KV_FORMAT: tl.constexpr, USE_PTX: tl.constexpr, LIFT: tl.constexpr,
-):  # fmt: skip
-    """Add the values of a tile, by weights [rows, BLOCK_TOKENS], to sums [rows, BLOCK_W]."""
-    acc = acc * rescale[:, None]  # [rows, BLOCK_W]
+def scale_weights(
+    weights, words, KV_FORMAT: tl.constexpr, USE_PTX: tl.constexpr, LIFT: tl.constexpr
+):
+    """Give weights [BLOCK_TOKENS, heads] times the scales of their values, in f16; and with int4
+    the tokens' least values [BLOCK_TOKENS]."""
+    least = words
     if KV_FORMAT == "fp8":
         UNIT: tl.constexpr = LIFT / 256.0 if USE_PTX else LIFT
-        scaled = (weights * (words.to(tl.float32) * UNIT)[None, :]).to(tl.float16)
-        acc = tl.dot(scaled, tl.trans(to_f16(values, KV_FORMAT, USE_PTX)), acc)
+        scale = words.to(tl.float32) * UNIT  # [BLOCK_TOKENS]
     elif KV_FORMAT == "int8":
-        # What the bits add to a code is taken back in the same tile: nothing large remains in the
-        # sums, and it costs no instruction.
-        scaled = (weights * (words.to(tl.float32) * LIFT)[None, :]).to(tl.float16)
-        added = 1152.0 * tl.sum(scaled.to(tl.float32), 1)[:, None]  # [rows, 1]
-        acc = tl.dot(scaled, tl.trans(to_f16(values, KV_FORMAT, USE_PTX)), acc - added)
+        scale = words.to(tl.float32) * LIFT  # [BLOCK_TOKENS]
     else:
-        scale, least = low_half(words).to(tl.float32), high_half(words).to(tl.float32)
-        least_sum = least_sum * rescale + tl.sum(weights * least[None, :], 1)  # [rows]
-        scaled = (weights * (scale * LIFT)[None, :]).to(tl.float16)
-        added = 1024.0 * tl.sum(scaled.to(tl.float32), 1)[:, None]  # [rows, 1]
-        first, second = to_f16_planes(values, USE_PTX)  # [BLOCK_W, BLOCK_TOKENS] each
-        second_acc = tl.dot(scaled, tl.trans(second), second_acc * rescale[:, None] - added)
-        acc = tl.dot(scaled, tl.trans(first), acc - added)  # [rows, BLOCK_W]
-    return acc, second_acc, least_sum
+        scale = low_half(words).to(tl.float32) * LIFT  # [BLOCK_TOKENS]
+        least = high_half(words).to(tl.float32)  # [BLOCK_TOKENS]
+    return (weights * scale[:, None]).to(tl.float16), least
 
 
 @triton.jit
@@ -342,6 +334,7 @@ def attention_decode(
     BLOCK_TOKENS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_CHUNK_TOKENS: tl.constexpr,
+    LEAST_HEADS: tl.constexpr,
     USE_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
     TRIGGER_LATE: tl.constexpr,
@@ -351,8 +344,11 @@ def attention_decode(
     seq = tl.program_id(1)
     split = tl.program_id(2)
     GROUP_HEADS: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    # The query heads of a KV head are the rows of the score tile; a dot wants 16 of everything.
-    BLOCK_H: tl.constexpr = 16 if GROUP_HEADS < 16 else triton.next_power_of_2(GROUP_HEADS)
+    # The query heads of a KV head are the columns of the score tile, tokens its rows: codes become
+    # the left operand where they are, and few heads waste less than they would as rows.
+    BLOCK_H: tl.constexpr = (
+        LEAST_HEADS if GROUP_HEADS < LEAST_HEADS else triton.next_power_of_2(GROUP_HEADS)
+    )
     # With int4 a tile of bytes is two planes of features: the first half of a head and the second.
     HAS_PLANES: tl.constexpr = KV_FORMAT == "int4"
     WIDTH: tl.constexpr = HEAD_DIM // 2 if HAS_PLANES else HEAD_DIM
@@ -378,8 +374,8 @@ def attention_decode(
 
     heads = tl.arange(0, BLOCK_H)
     dims = tl.arange(0, BLOCK_W)
-    mask = (heads < GROUP_HEADS)[:, None] & (dims < WIDTH)[None, :]  # [BLOCK_H, BLOCK_W]
-    offsets = heads[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_H, BLOCK_W]
+    mask = (heads < GROUP_HEADS)[None, :] & (dims < WIDTH)[:, None]  # [BLOCK_W, BLOCK_H]
+    offsets = heads[None, :] * HEAD_DIM + dims[:, None]  # [BLOCK_W, BLOCK_H]
     q_ptr += (seq * NUM_HEADS + kv_head * GROUP_HEADS) * HEAD_DIM
     out_ptr += (seq * NUM_HEADS + kv_head * GROUP_HEADS) * HEAD_DIM
     pages_ptr = block_table_ptr + table_row.to(tl.int64) * table_stride
@@ -393,40 +389,63 @@ def attention_decode(
         tl.extra.cuda.gdc_wait()
 
     q = tl.load(q_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * SCALE_LOG2
-    q = q.to(tl.float16)  # [BLOCK_H, BLOCK_W]
-    second_q = q  # [BLOCK_H, BLOCK_W]
+    q = q.to(tl.float16)  # [BLOCK_W, BLOCK_H]
+    second_q = q  # [BLOCK_W, BLOCK_H]
     if HAS_PLANES:
         second_q = tl.load(q_ptr + WIDTH + offsets, mask=mask, other=0.0).to(tl.float32)
-        second_q = (second_q * SCALE_LOG2).to(tl.float16)  # [BLOCK_H, BLOCK_W]
+        second_q = (second_q * SCALE_LOG2).to(tl.float16)  # [BLOCK_W, BLOCK_H]
 
     best = tl.full((BLOCK_H,), float("-inf"), tl.float32)  # [BLOCK_H]
     total = tl.zeros((BLOCK_H,), tl.float32)  # [BLOCK_H]
-    least_sum = tl.zeros((BLOCK_H,), tl.float32)  # [BLOCK_H]
-    acc = tl.zeros((BLOCK_H, BLOCK_W), tl.float32)  # [BLOCK_H, BLOCK_W]
-    second_acc = tl.zeros((BLOCK_H, BLOCK_W), tl.float32)  # [BLOCK_H, BLOCK_W]
+    # Sums over tokens stay apart by the token's place in its tile, and are added up at the end:
+    # adding across threads in every tile would take longer than multiplying.
+    weight_sums = tl.zeros((BLOCK_TOKENS, BLOCK_H), tl.float32)  # [BLOCK_TOKENS, BLOCK_H]
+    scaled_sums = tl.zeros((BLOCK_TOKENS, BLOCK_H), tl.float32)  # [BLOCK_TOKENS, BLOCK_H]
+    least_sums = tl.zeros((BLOCK_TOKENS, BLOCK_H), tl.float32)  # [BLOCK_TOKENS, BLOCK_H]
+    acc = tl.zeros((BLOCK_W, BLOCK_H), tl.float32)  # [BLOCK_W, BLOCK_H]
+    second_acc = tl.zeros((BLOCK_W, BLOCK_H), tl.float32)  # [BLOCK_W, BLOCK_H]
     for tile_start in range(start, full_stop, BLOCK_TOKENS):
         tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
-        keys, key_words, second_words, values, value_words = load_codes(
+        keys, scales, zeros, second_scales, second_zeros, values, value_words = load_codes(
             k_cache_ptr, v_cache_ptr, page, tile_start, kv_head,
             NUM_KV_HEADS, HEAD_DIM, WIDTH, PAGE_SIZE, BLOCK_TOKENS, BLOCK_W,
         )  # fmt: skip
         page = tile_page(pages_ptr, tile_start + BLOCK_TOKENS, full_stop, PAGE_SIZE)
         if HAS_PLANES:
-            k, second_k = to_key_planes(keys, key_words, second_words, USE_PTX)
-            scores = tl.dot(q, tl.trans(k))  # [BLOCK_H, BLOCK_TOKENS]
-            scores = tl.dot(second_q, tl.trans(second_k), scores)  # [BLOCK_H, BLOCK_TOKENS]
+            k, second_k = to_key_planes(
+                keys, scales, zeros, second_scales, second_zeros, USE_PTX
+            )  # [BLOCK_TOKENS, BLOCK_W] each
+            scores = tl.dot(k, q)  # [BLOCK_TOKENS, BLOCK_H]
+            scores = tl.dot(second_k, second_q, scores)  # [BLOCK_TOKENS, BLOCK_H]
         else:
-            k = to_keys(keys, key_words, KV_FORMAT, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W]
-            scores = tl.dot(q, tl.trans(k))  # [BLOCK_H, BLOCK_TOKENS]
-        new_best = tl.maximum(best, tl.max(scores, 1))  # [BLOCK_H]
+            k = to_keys(keys, scales, zeros, KV_FORMAT, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W]
+            scores = tl.dot(k, q)  # [BLOCK_TOKENS, BLOCK_H]
+        scores = tl.trans(scores)  # [BLOCK_H, BLOCK_TOKENS]
+        scores = tl.trans(scores)  # [BLOCK_TOKENS, BLOCK_H]
+        new_best = tl.maximum(best, tl.max(scores, 0))  # [BLOCK_H]
         rescale = tl.exp2(best - new_best)  # [BLOCK_H]
-        weights = tl.exp2(scores - new_best[:, None])  # [BLOCK_H, BLOCK_TOKENS]
-        total = total * rescale + tl.sum(weights, 1)  # [BLOCK_H]
+        weights = tl.exp2(scores - new_best[None, :])  # [BLOCK_TOKENS, BLOCK_H]
+        weight_sums = weight_sums * rescale[None, :] + weights  # [BLOCK_TOKENS, BLOCK_H]
+        total = total * rescale  # [BLOCK_H]
         best = new_best  # [BLOCK_H]
-        acc, second_acc, least_sum = weigh_values(
-            acc, second_acc, least_sum, weights, rescale, values, value_words,
-            KV_FORMAT, USE_PTX, LIFT,
-        )  # fmt: skip
+        scaled, least = scale_weights(weights, value_words, KV_FORMAT, USE_PTX, LIFT)
+        acc = acc * rescale[None, :]  # [BLOCK_W, BLOCK_H]
+        if HAS_PLANES:
+            first, second = to_f16_planes(values, USE_PTX)  # [BLOCK_W, BLOCK_TOKENS] each
+            acc = tl.dot(first, scaled, acc)  # [BLOCK_W, BLOCK_H]
+            second_acc = tl.dot(second, scaled, second_acc * rescale[None, :])
+            least_sums = least_sums * rescale[None, :] + weights * least[:, None]
+        else:
+            numbers = to_f16(values, KV_FORMAT, USE_PTX)  # [BLOCK_W, BLOCK_TOKENS]
+            acc = tl.dot(numbers, scaled, acc)  # [BLOCK_W, BLOCK_H]
+        scaled_sums = scaled_sums * rescale[None, :] + scaled.to(tl.float32)
+    total += tl.sum(weight_sums, 0)  # [BLOCK_H]
+    least_sum = tl.sum(least_sums, 0)  # [BLOCK_H]
+    # What the bits add to a code is taken back.
+    ADDED: tl.constexpr = 0.0 if KV_FORMAT == "fp8" else 1152.0 if KV_FORMAT == "int8" else 1024.0
+    added = ADDED * tl.sum(scaled_sums, 0)[None, :]  # [1, BLOCK_H]
+    acc -= added  # [BLOCK_W, BLOCK_H]
+    second_acc -= added  # [BLOCK_W, BLOCK_H]
 
     # What is left of the split lies in the open page.
     open_offset = tl.maximum(table_row, 0).to(tl.int64) * PAGE_SIZE * (NUM_KV_HEADS * HEAD_DIM)
@@ -439,35 +458,38 @@ def attention_decode(
         open_offsets = open_offset + rows[:, None] + dims[None, :]  # [BLOCK_TOKENS, BLOCK_W]
         k = tl.load(k_open_ptr + open_offsets, mask=loaded, other=0.0)
         v = tl.load(v_open_ptr + open_offsets, mask=loaded, other=0.0)
-        scores = tl.dot(q, tl.trans(k))  # [BLOCK_H, BLOCK_TOKENS]
+        scores = tl.dot(k, q)  # [BLOCK_TOKENS, BLOCK_H]
         if HAS_PLANES:
             second_k = tl.load(k_open_ptr + WIDTH + open_offsets, mask=loaded, other=0.0)
-            scores = tl.dot(second_q, tl.trans(second_k), scores)  # [BLOCK_H, BLOCK_TOKENS]
-        scores = tl.where(live[None, :], scores, float("-inf"))  # [BLOCK_H, BLOCK_TOKENS]
-        new_best = tl.maximum(best, tl.max(scores, 1))  # [BLOCK_H]
+            scores = tl.dot(second_k, second_q, scores)  # [BLOCK_TOKENS, BLOCK_H]
+        scores = tl.trans(scores)  # [BLOCK_H, BLOCK_TOKENS]
+        scores = tl.trans(scores)  # [BLOCK_TOKENS, BLOCK_H]
+        scores = tl.where(live[:, None], scores, float("-inf"))  # [BLOCK_TOKENS, BLOCK_H]
+        new_best = tl.maximum(best, tl.max(scores, 0))  # [BLOCK_H]
         rescale = tl.exp2(best - new_best)  # [BLOCK_H]
-        weights = tl.exp2(scores - new_best[:, None])  # [BLOCK_H, BLOCK_TOKENS]
-        total = total * rescale + tl.sum(weights, 1)  # [BLOCK_H]
+        weights = tl.exp2(scores - new_best[None, :])  # [BLOCK_TOKENS, BLOCK_H]
+        total = total * rescale + tl.sum(weights, 0)  # [BLOCK_H]
         best = new_best  # [BLOCK_H]
         least_sum = least_sum * rescale  # [BLOCK_H]
-        acc = tl.dot((weights * LIFT).to(tl.float16), v, acc * rescale[:, None])
+        lifted = (weights * LIFT).to(tl.float16)  # [BLOCK_TOKENS, BLOCK_H]
+        acc = tl.dot(tl.trans(v), lifted, acc * rescale[None, :])  # [BLOCK_W, BLOCK_H]
         if HAS_PLANES:
             second_v = tl.load(v_open_ptr + WIDTH + open_offsets, mask=loaded, other=0.0)
-            second_weights = (weights * (16.0 * LIFT)).to(tl.float16)  # as large as the codes
-            second_acc = tl.dot(second_weights, second_v, second_acc * rescale[:, None])
+            lifted = (weights * (16.0 * LIFT)).to(tl.float16)  # as large as the codes
+            second_acc = tl.dot(tl.trans(second_v), lifted, second_acc * rescale[None, :])
 
     if USE_PDL and TRIGGER_LATE:
         # The dependents' weights would have come in the way of this kernel's keys and values.
         tl.extra.cuda.gdc_launch_dependents()
     # A padding sequence read nothing: its zeros are divided by one.
-    divisor = tl.where(total > 0.0, total, 1.0)[:, None]  # [BLOCK_H, 1]
+    divisor = tl.where(total > 0.0, total, 1.0)[None, :]  # [1, BLOCK_H]
     UNLIFT: tl.constexpr = 1.0 / LIFT
-    acc = (acc * UNLIFT + least_sum[:, None]) / divisor  # [BLOCK_H, BLOCK_W]
-    second_acc = (second_acc * (UNLIFT * 0.0625) + least_sum[:, None]) / divisor
+    acc = (acc * UNLIFT + least_sum[None, :]) / divisor  # [BLOCK_W, BLOCK_H]
+    second_acc = (second_acc * (UNLIFT * 0.0625) + least_sum[None, :]) / divisor
     if num_splits == 1:
         tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
         if HAS_PLANES:
-            second_ptrs = out_ptr + WIDTH + offsets  # [BLOCK_H, BLOCK_W]
+            second_ptrs = out_ptr + WIDTH + offsets  # [BLOCK_W, BLOCK_H]
             tl.store(second_ptrs, second_acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         group = seq * NUM_KV_HEADS + kv_head

@@ -56,11 +56,11 @@ def load_codes(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Load a tile of a full page: codes and words of keys, codes and words of values.
+    """Load a tile of a full page: codes, scales and zeros of keys, codes and words of values.
 
-    Codes are [BLOCK_TOKENS, BLOCK_W] and [BLOCK_W, BLOCK_TOKENS]; words of keys [BLOCK_W], of the
-    first half of the features and of the second where a byte holds two; words of values
-    [BLOCK_TOKENS].
+    Codes are [BLOCK_TOKENS, BLOCK_W] and [BLOCK_W, BLOCK_TOKENS]; scales and zeros of keys
+    f16[BLOCK_W], of the first half of the features and of the second where a byte holds two; words
+    of values [BLOCK_TOKENS].
     """
     HAS_PLANES: tl.constexpr = ROW_BYTES < HEAD_DIM
     byte = tl.arange(0, BLOCK_W)  # [BLOCK_W]
@@ -74,16 +74,18 @@ def load_codes(
     v_ptrs = v_block_ptr + (byte[:, None] * PAGE_SIZE + slot[None, :])
     keys = tl.load(k_ptrs, mask=inside[None, :], other=0)  # [BLOCK_TOKENS, BLOCK_W]
     values = tl.load(v_ptrs, mask=inside[:, None], other=0)  # [BLOCK_W, BLOCK_TOKENS]
-    key_word_ptrs = (k_block_ptr + PAGE_SIZE * ROW_BYTES).to(tl.pointer_type(tl.int32)) + byte
-    key_words = tl.load(key_word_ptrs, mask=inside, other=0)  # [BLOCK_W]
-    second_words = key_words
+    scale_ptrs = (k_block_ptr + PAGE_SIZE * ROW_BYTES).to(tl.pointer_type(tl.float16)) + byte
+    scales = tl.load(scale_ptrs, mask=inside, other=0.0)  # [BLOCK_W]
+    zeros = tl.load(scale_ptrs + HEAD_DIM, mask=inside, other=0.0)  # [BLOCK_W]
+    second_scales, second_zeros = scales, zeros
     if HAS_PLANES:
-        second_words = tl.load(key_word_ptrs + ROW_BYTES, mask=inside, other=0)  # [BLOCK_W]
+        second_scales = tl.load(scale_ptrs + ROW_BYTES, mask=inside, other=0.0)  # [BLOCK_W]
+        second_zeros = tl.load(scale_ptrs + HEAD_DIM + ROW_BYTES, mask=inside, other=0.0)
         value_word_ptrs = (v_block_ptr + PAGE_SIZE * ROW_BYTES).to(tl.pointer_type(tl.int32))
     else:
         value_word_ptrs = (v_block_ptr + PAGE_SIZE * ROW_BYTES).to(tl.pointer_type(tl.float16))
     value_words = tl.load(value_word_ptrs + slot)  # [BLOCK_TOKENS]
-    return keys, key_words, second_words, values, value_words
+    return keys, scales, zeros, second_scales, second_zeros, values, value_words
 
 
 @triton.jit
@@ -165,26 +167,25 @@ def to_f16_planes(codes, USE_PTX: tl.constexpr):
 
 
 @triton.jit
-def to_keys(codes, words, KV_FORMAT: tl.constexpr, USE_PTX: tl.constexpr):
+def to_keys(codes, scales, zeros, KV_FORMAT: tl.constexpr, USE_PTX: tl.constexpr):
     """Give the keys of a tile in f16, [BLOCK_TOKENS, BLOCK_W], of one code a byte."""
-    scale = low_half(words)  # [BLOCK_W]
+    numbers = to_f16(codes, KV_FORMAT, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W]
     if KV_FORMAT == "fp8":
         # The hardware converts to numbers, other GPUs to numbers over 256, which the scales mean.
-        numbers = to_f16(codes, KV_FORMAT, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W]
         if USE_PTX:
-            scale = scale * (1.0 / 256.0)  # [BLOCK_W]
+            scales = scales * (1.0 / 256.0)  # [BLOCK_W]
     else:
-        numbers = to_f16(codes, KV_FORMAT, USE_PTX) - 1024.0  # [BLOCK_TOKENS, BLOCK_W]
-    return numbers * scale[None, :] + high_half(words)[None, :]
+        numbers -= 1024.0  # [BLOCK_TOKENS, BLOCK_W]
+    return numbers * scales[None, :] + zeros[None, :]
 
 
 @triton.jit
-def to_key_planes(codes, words, second_words, USE_PTX: tl.constexpr):
+def to_key_planes(codes, scales, zeros, second_scales, second_zeros, USE_PTX: tl.constexpr):
     """Give the keys of a tile of int4 in f16: the first half of their features, the second."""
     first, second = to_f16_planes(codes, USE_PTX)  # [BLOCK_TOKENS, BLOCK_W] each
-    first = (first - 1024.0) * low_half(words)[None, :] + high_half(words)[None, :]
-    second = (second - 1024.0) * (low_half(second_words) * 0.0625)[None, :]
-    return first, second + high_half(second_words)[None, :]
+    first = (first - 1024.0) * scales[None, :] + zeros[None, :]
+    second = (second - 1024.0) * (second_scales * 0.0625)[None, :]
+    return first, second + second_zeros[None, :]
 
 
 @triton.jit
@@ -389,17 +390,19 @@ def attention_prefill_window_cap(
         page = tile_page(pages_ptr, 0, full_stop, PAGE_SIZE)
         # Every row sees every earlier key.
         for tile_start in range(0, full_stop, BLOCK_TOKENS):
-            keys, key_words, second_words, values, value_words = load_codes(
+            keys, scales, zeros, second_scales, second_zeros, values, value_words = load_codes(
                 k_cache_ptr, v_cache_ptr, page, tile_start, kv_head,
                 NUM_KV_HEADS, HEAD_DIM, WIDTH, PAGE_SIZE, BLOCK_TOKENS, BLOCK_W,
             )  # fmt: skip
             page = tile_page(pages_ptr, tile_start + BLOCK_TOKENS, full_stop, PAGE_SIZE)
             if HAS_PLANES:
-                earlier_k, second_k = to_key_planes(keys, key_words, second_words, USE_PTX)
+                earlier_k, second_k = to_key_planes(
+                    keys, scales, zeros, second_scales, second_zeros, USE_PTX
+                )
                 scores = tl.dot(q.to(tl.float16), tl.trans(earlier_k))
                 scores = tl.dot(second_q.to(tl.float16), tl.trans(second_k), scores)
             else:
-                earlier_k = to_keys(keys, key_words, KV_FORMAT, USE_PTX)
+                earlier_k = to_keys(keys, scales, zeros, KV_FORMAT, USE_PTX)
                 scores = tl.dot(q.to(tl.float16), tl.trans(earlier_k))
             tokens = tile_start + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
             # a score s counts as 50.0 tanh(s / 50.0)
