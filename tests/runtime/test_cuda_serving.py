@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoints import make_llama
 from tests.runtime.serving import answer, answers, compile_tiny, serving
 from treadle.runtime.request import FinishReason, SamplingParams, collect
+from treadle.runtime.structure import Structure
 
 
 @pytest.fixture(scope="module")
@@ -82,5 +84,32 @@ def test_preemption_ends_every_request(artifact: Path) -> None:
             found = await answers(engine, prompts, temperature=0.0, max_tokens=90, ignore_eos=True)
             assert all(len(delta.token_ids) == 90 for delta in found)
             assert engine.stats().preemptions_total > 0
+
+    asyncio.run(run())
+
+
+def test_wishes_that_choose_tokens_again_hold_beside_others(artifact: Path) -> None:
+    """Forms, penalties and biases choose after the step's graph, which their neighbours share."""
+    wishes: list[dict[str, Any]] = [
+        {"structure": Structure("choice", '["yes", "no", "maybe"]')},
+        {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "ignore_eos": True},
+        {"logit_bias": ((65, 50.0), (66, 49.0)), "bad_token_ids": (65,)},
+        {"logprobs": 2, "ignore_eos": True},
+        {"ignore_eos": True},
+    ]
+
+    async def run() -> None:
+        async with serving(artifact) as engine:
+            form, penalised, biased, told, plain = await asyncio.gather(
+                *(
+                    answer(engine, range(10, 40), temperature=0.0, max_tokens=24, **each)
+                    for each in wishes
+                )
+            )
+            assert form.text in ("yes", "no", "maybe")
+            assert set(biased.token_ids) == {66} and len(biased.token_ids) == 24
+            assert len(told.logprobs) == len(told.token_ids) == len(plain.token_ids) == 24
+            assert penalised.token_ids != plain.token_ids
+            assert engine.stats().jit_compiles_total == 0
 
     asyncio.run(run())
