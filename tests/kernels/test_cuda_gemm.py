@@ -40,8 +40,17 @@ def check(template: str, form: str, num_tokens: int, device: str, seed: int, fol
     assert error <= 1e-2, f"relative error {error:.2e}"
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("template", [name for name in SCHEDULES if name != "gemv"])
+# What these keep back from a gate lies otherwise than a residual: they refuse the form.
+WITHOUT_ADD_BEHIND_GLU = ("matmul_stream", "matmul_gluon")
+TILED = [
+    (template, form)
+    for template in SCHEDULES
+    for form in FORMS
+    if template != "gemv" and not (template in WITHOUT_ADD_BEHIND_GLU and "glu add" in form)
+]
+
+
+@pytest.mark.parametrize(("template", "form"), TILED)
 def test_a_fused_form_equals_the_reference(
     template: str, form: str, device: str, rng_seed: int, tmp_path: Path
 ) -> None:
