@@ -6,10 +6,10 @@ Pages are handed out in the order in which steps run on the device (one stream);
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from struct import Struct
 
 from treadle.ir.errors import ConfigError
 
@@ -90,6 +90,7 @@ class PagePool:
         self.hit_tokens_total = 0
         self.evictions_total = 0
         self._epoch = 0
+        self._pack_page = Struct(f"{page_size}i").pack
         self._free = list(range(num_pages - 1, -1, -1))  # popped from the end: page 0 first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._num_references = [0] * num_pages
@@ -271,13 +272,10 @@ class PagePool:
         first = len(table.keys)
         if first >= num_pages:
             return
-        start, stop = first * self.page_size, num_pages * self.page_size
-        data = array("i", token_ids[start:stop])
-        page_bytes = self.page_size * data.itemsize
-        packed = data.tobytes()
+        size, pack = self.page_size, self._pack_page
         parent = table.keys[-1] if table.keys else table.root
-        for offset in range(0, len(packed), page_bytes):
-            parent = hash_page(parent, packed[offset : offset + page_bytes])
+        for start in range(first * size, num_pages * size, size):
+            parent = hash_page(parent, pack(*token_ids[start : start + size]))
             table.keys.append(parent)
 
     def _take_page(self) -> int:
