@@ -302,6 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
             max_rows=asked.max_rows,
             max_step_tokens=max(asked.max_rows * PROMPT_TOKENS, 512),
             max_context_tokens=PROMPT_TOKENS + 2 * WARM_TOKENS + asked.steps + 64,
+            page_size=64,  # a GPU's, on every target: how often a row needs a page is host time
         )
         print("compiling", flush=True)
         artifact = compile_model(model, Path(temporary) / "artifact", options).artifact.path

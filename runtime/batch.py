@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -62,7 +63,8 @@ class BatchWriter:
     def write_rows(self, plan: StepPlan) -> None:
         """Bring block table and sampling parameters up to date for the step."""
         if plan.block_updates:
-            rows, indices, pages = np.array(plan.block_updates, dtype=np.int32).T
+            flat = chain.from_iterable(plan.block_updates)
+            rows, indices, pages = np.fromiter(flat, np.int32).reshape(-1, 3).T
             self._mirror["block_table"][rows, indices] = pages
             self._send("block_table")
         if plan.new_rows:
@@ -172,8 +174,9 @@ class BatchWriter:
         def field(name: str, size: int) -> np.ndarray:
             return packed[offsets[name] : offsets[name] + size]
 
-        starts = np.fromiter((*plan.starts, *(c.start for c in plan.chunks)), np.int32, num_seqs)
-        counts = np.ones(num_seqs, np.int32)
+        starts, counts = np.empty(num_seqs, np.int32), np.ones(num_seqs, np.int32)
+        starts[:num_decode] = plan.starts
+        starts[num_decode:] = [chunk.start for chunk in plan.chunks]
         counts[num_decode:] = [chunk.stop - chunk.start for chunk in plan.chunks]
         query_start = field("query_start", num_seqs + 1)
         query_start[0] = 0
@@ -195,7 +198,9 @@ class BatchWriter:
         for index, chunk in enumerate(plan.chunks, start=num_decode):
             if not (chunk.samples or chunk.scores):
                 sample_index[index] = -1
-        field("seq_rows", num_seqs)[:] = plan.rows
+        seq_rows = field("seq_rows", num_seqs)
+        seq_rows[:num_decode] = plan.group.rows
+        seq_rows[num_decode:] = plan.rows[num_decode:]
         self._state.packed.copy_(staging, non_blocking=True)
         tensors = self._state.tensors
         rows, lengths = tensors["seq_rows"][:num_seqs].long(), tensors["context_lens"][:num_seqs]

@@ -21,7 +21,7 @@ from treadle.ir.errors import KernelError, QueueFullError, RequestError, Treadle
 from treadle.runtime.executor import Executor, StepResult
 from treadle.runtime.host_times import COMMANDS, COMPLETE, IDLE, PUBLISH, SCHEDULE, WAIT
 from treadle.runtime.request import Delta, FinishReason, SamplingParams, TokenLogprobs, Usage
-from treadle.runtime.scheduler import Scheduler, StepPlan, TokenEvent
+from treadle.runtime.scheduler import Scheduler, SequenceState, StepPlan, TokenEvents
 from treadle.runtime.structure import GrammarCompiler, TokenConstraint
 from treadle.runtime.text import TextStep, TextStream
 from treadle.runtime.tokenizer import Tokenizer
@@ -51,8 +51,7 @@ class LoadedModel:
     release_memory: Callable[[], None] = lambda: None
 
 
-@dataclass(frozen=True)
-class EngineStats:
+class EngineStats(NamedTuple):
     """Give the engine's gauges and counters at one moment."""
 
     running: int = 0
@@ -208,7 +207,7 @@ class Engine:
         self._all_done = asyncio.Event()
         # What the worker has not told yet of the step that it completed last.
         self._news: list[_News] = []
-        self._tokens: list[TokenEvent] = []
+        self._tokens = TokenEvents()
 
     # --- the face towards front ends ------------------------------------------------------------
 
@@ -285,7 +284,7 @@ class Engine:
             release_memory, self._counted = self._model.release_memory, self._stats
             self._model = None
             await asyncio.to_thread(release_memory)
-            self._stats = replace(self._counted, pages_total=0, pages_free=0)
+            self._stats = self._counted._replace(pages_total=0, pages_free=0)
             self.phase = "sleeping"
 
     async def wake(self) -> None:
@@ -435,13 +434,17 @@ class Engine:
     def _finish(self, name: str, reason: FinishReason, stop_reason: str | int | None) -> None:
         self.model.scheduler.finish(name, reason, stop_reason)
 
-    def _publish(self, news: list[_News], tokens: Sequence[TokenEvent] = ()) -> None:
+    def _publish(self, news: list[_News], tokens: TokenEvents | None = None) -> None:
         assert self._loop is not None, "the worker runs only after start()"
-        self._loop.call_soon_threadsafe(self._deliver, news, tokens)
+        self._loop.call_soon_threadsafe(self._deliver, news, tokens or TokenEvents())
 
-    def _deliver(self, news: list[_News], tokens: Sequence[TokenEvent]) -> None:
-        """Give generations what a step brought: `tokens` are of those that simply go on."""
-        for sequence, token, _ in tokens:
+    def _deliver(self, news: list[_News], tokens: TokenEvents) -> None:
+        """Give generations what a step brought."""
+        for sequence, token, reason in tokens:
+            if reason is not None:
+                news.append(_describe(sequence, token, reason))
+                continue
+            # Most tokens need no more word about them, and there are hundreds a step.
             generation = self._generations.get(sequence.request_id)
             if generation is not None:
                 generation._push(token, sequence.cached_tokens or 0, None)
@@ -474,7 +477,8 @@ class Engine:
             return
         loop.call_soon_threadsafe(_succeed, started)
         try:
-            self._serve()
+            with self._model.executor.on_stream():
+                self._serve()
         except Exception as error:  # the boundary of the engine: every request learns of it
             self._break(error)
 
@@ -520,50 +524,33 @@ class Engine:
         self._last_step_at = time.monotonic()
         self._update_stats()
         logprobs = result.logprobs()
-        for event in events:
-            # Most tokens need no word about them, and there are hundreds a step.
-            if event[2] is None and not logprobs:
-                self._tokens.append(event)
-            else:
-                self._news.append(self._describe(event, logprobs))
-        self._news += [
-            _News(
-                chunk.sequence.request_id,
-                None,
-                0,
-                None,
-                logprobs[chunk.sequence.request_id, chunk.stop],
-            )
-            for chunk in plan.chunks
-            if chunk.scores
-        ]
+        if not logprobs:
+            self._tokens = events
+        else:
+            self._news += [_describe(*event, logprobs) for event in events]
+            self._news += [
+                _News(
+                    chunk.sequence.request_id,
+                    None,
+                    0,
+                    None,
+                    logprobs[chunk.sequence.request_id, chunk.stop],
+                )
+                for chunk in plan.chunks
+                if chunk.scores
+            ]
         lap(COMPLETE)
 
     def _publish_step(self) -> None:
         """Tell the event loop what the last step brought, if anything."""
         if self._news or self._tokens:
             self._publish(self._news, self._tokens)
-            self._news, self._tokens = [], []
+            self._news, self._tokens = [], TokenEvents()
             self.model.executor.times.lap(PUBLISH)
 
-    def _describe(self, event: TokenEvent, logprobs: Mapping[Hashable, TokenLogprobs]) -> _News:
-        sequence, token, reason = event
-        name, cached_tokens = sequence.request_id, sequence.cached_tokens or 0
-        if reason is FinishReason.ERROR:
-            error = KernelError(
-                f"There is no token to draw for request `{name}` at position "
-                f"{len(sequence.token_ids)}: the model's logits are not finite, or the request "
-                "bans every token.",
-                remedy="Other requests go on. If nothing is banned, try --dtype bfloat16 or "
-                "float32.",
-            )
-            return _News(name, None, cached_tokens, _Ending(reason, None, error))
-        ending = _Ending(reason, sequence.stop_reason) if reason else None
-        return _News(name, token, cached_tokens, ending, logprobs.get(name))
-
     def _update_stats(self) -> None:
-        scheduler = self.model.scheduler
-        pool, counted = scheduler.pool, self._counted
+        model, counted = self.model, self._counted
+        scheduler, pool = model.scheduler, model.scheduler.pool
         self._stats = EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
@@ -571,7 +558,7 @@ class Engine:
             pages_free=pool.num_available,
             steps_total=counted.steps_total + scheduler.steps_total,
             last_step_age_s=time.monotonic() - self._last_step_at,
-            jit_compiles_total=counted.jit_compiles_total + self.model.count_jit_compiles(),
+            jit_compiles_total=counted.jit_compiles_total + model.count_jit_compiles(),
             prompt_tokens_total=counted.prompt_tokens_total + scheduler.prompt_tokens_total,
             generation_tokens_total=counted.generation_tokens_total
             + scheduler.generation_tokens_total,
@@ -594,6 +581,25 @@ class Engine:
         ending = _Ending(FinishReason.ERROR, None, fault)
         self._publish_step()
         self._publish([_News(name, None, 0, ending) for name in tuple(self._generations)])
+
+
+def _describe(
+    sequence: SequenceState,
+    token: int,
+    reason: FinishReason | None,
+    logprobs: Mapping[Hashable, TokenLogprobs] | None = None,
+) -> _News:
+    name, cached_tokens = sequence.request_id, sequence.cached_tokens or 0
+    if reason is FinishReason.ERROR:
+        error = KernelError(
+            f"There is no token to draw for request `{name}` at position "
+            f"{len(sequence.token_ids)}: the model's logits are not finite, or the request "
+            "bans every token.",
+            remedy="Other requests go on. If nothing is banned, try --dtype bfloat16 or float32.",
+        )
+        return _News(name, None, cached_tokens, _Ending(reason, None, error))
+    ending = _Ending(reason, sequence.stop_reason) if reason else None
+    return _News(name, token, cached_tokens, ending, logprobs.get(name) if logprobs else None)
 
 
 def _asleep() -> QueueFullError:

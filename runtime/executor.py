@@ -7,12 +7,14 @@ Called by the engine's worker, from one thread.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Protocol
 
 import torch
 
-from treadle.runtime.batch import BatchWriter, HostRing
+from treadle.runtime.batch import RING_SIZE, BatchWriter, HostRing
 from treadle.runtime.host_times import LAUNCH, WRITE, HostTimes
 from treadle.runtime.logprobs import PendingLogprobs, Wish
 from treadle.runtime.request import SamplingParams, TokenLogprobs
@@ -80,20 +82,22 @@ class Executor:
         self._writer = BatchWriter(state)
         self._stream = torch.cuda.Stream() if state.packed.is_cuda else None
         self._fetched = HostRing(state.tensors["seq_rows"])  # a token per sequence
+        self._marks = cycle(
+            [None if self._stream is None else torch.cuda.Event() for _ in range(RING_SIZE)]
+        )
         self._composition = -1
         self._adjusts = False
         self._constrained: tuple[SequenceState, ...] = ()
         self._wishes: tuple[Wish, ...] = ()
+        self._tells_hidden = False
         self._wished_slices: torch.Tensor | None = None
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        """Make the steps' stream the calling thread's, once and not for each step it launches."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Start a step and return without waiting for it (on the CPU it is done on return)."""
-        if self._stream is None:
-            return self._launch(plan)
-        with torch.cuda.stream(self._stream):
-            return self._launch(plan)
-
-    def _launch(self, plan: StepPlan) -> StepResult:
         num_seqs = len(plan.rows)
         self._writer.write_rows(plan)
         self._read_wishes(plan)
@@ -112,8 +116,7 @@ class Executor:
         wished = self._wished_slices
         # Taken out before they are adjusted in place.
         logits = None if wished is None else values["logits"][wished]
-        tells_hidden = any(wish.tells_hidden for wish in self._wishes)
-        hidden = values["normed"][wished] if tells_hidden else None
+        hidden = values["normed"][wished] if self._tells_hidden else None
         if self._adjusts:
             step = "decode" if plan.is_decode_only else "mixed"
             values = self.resamples[step][bucket].run(plan.num_tokens, num_seqs)
@@ -122,10 +125,9 @@ class Executor:
         logprobs = None
         if logits is not None:
             logprobs = PendingLogprobs(self._wishes, logits, values["tokens"][wished], hidden)
-        done: torch.cuda.Event | None = None
-        if self._stream is not None:
-            done = torch.cuda.Event()
-            done.record()
+        done = next(self._marks)
+        if done is not None:
+            done.record(self._stream)
         self.times.lap(LAUNCH)
         return StepResult(fetched, num_seqs, done, logprobs)
 
@@ -152,6 +154,7 @@ class Executor:
                 place = (sequence.request_id, chunk.stop)
                 wishes.append(_wish(index, place, params, params.prompt_logprobs, target))
         self._wishes = tuple(wishes)
+        self._tells_hidden = any(wish.tells_hidden for wish in wishes)
         self._wished_slices = None
         if self._wishes:
             indices = [wish.slice_index for wish in self._wishes]

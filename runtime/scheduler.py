@@ -2,16 +2,24 @@
 
 State in, plan out: no tensors, no clock, no text. Called by the engine, from one thread.
 Steps must run on the device in the order in which they were planned, and every plan must be run.
+
+Of hundreds of sequences that decode few need a decision in a step. What all of them need is kept in
+arrays with an entry per row, so that one pass over these finds the few.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import compress
+from operator import attrgetter
 from typing import NamedTuple
+
+import numpy as np
 
 from treadle.ir.errors import ConfigError, QueueFullError, RequestError
 from treadle.runtime.adjustments import find_adjustments
@@ -21,6 +29,7 @@ from treadle.runtime.structure import TokenConstraint
 
 NO_ROW = -1
 _MAX_TOKEN_ID = 2**31 - 1
+_NO_TOKENS = frozenset({-1, -2})  # what the device gives where it draws none; see `StepResult`
 
 
 class SequenceStatus(Enum):
@@ -36,6 +45,36 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
+class RowArrays:
+    """What the scheduler knows of the sequence in each row, for one pass over all; i64[R] each.
+
+    positions: where the sequence goes on, see `SequenceState.scheduled_tokens`.
+    halts: the position that can't be decoded without a decision.
+    capacities: the positions that its pages hold.
+    last_positions: only positions before it are ever computed.
+    looks_from: a token drawn at this position or later may be the last, or one too many, and must
+      be looked at; one drawn before ends its sequence only as an end of sequence or a fault.
+    last_steps: the last planned step that computes the sequence.
+    """
+
+    __slots__ = (
+        "capacities",
+        "halts",
+        "last_positions",
+        "last_steps",
+        "looks_from",
+        "positions",
+    )
+
+    def __init__(self, max_rows: int) -> None:
+        self.positions = np.zeros(max_rows, np.int64)
+        self.halts = np.zeros(max_rows, np.int64)
+        self.capacities = np.zeros(max_rows, np.int64)
+        self.last_positions = np.zeros(max_rows, np.int64)
+        self.looks_from = np.zeros(max_rows, np.int64)
+        self.last_steps = np.zeros(max_rows, np.int64)
+
+
 @dataclass(eq=False, slots=True)
 class SequenceState:
     """One request from `add` to its end. Read by the engine, written by the scheduler only.
@@ -44,8 +83,7 @@ class SequenceState:
     constraint: decides before each token which ones may be drawn, so the token before must be
       known to the host: the sequence is never planned ahead.
     token_ids: prompt and generated tokens known to the host.
-    scheduled_tokens: tokens whose K and V are in the cache, or will be once the planned steps ran;
-      may be one more than `len(token_ids)`, when a step is planned ahead.
+    last_position: only positions before it are ever computed; the last token is returned, not fed.
     prefill_stop: tokens that were known when the sequence got its row; those are fed by the host,
       every later one is the row's last sampled token, which the device has.
     cached_tokens: prompt tokens that were not computed, thanks to the prefix cache.
@@ -63,18 +101,26 @@ class SequenceState:
     token_ids: list[int] = field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
     row: int = NO_ROW
-    scheduled_tokens: int = 0
     prefill_stop: int = 0
     cached_tokens: int | None = None
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    # The scheduler's own: positions before `halt` need no decision when decoding, only positions
-    # before `last_position` are ever computed.
-    halt: int = 0
     last_position: int = 0
-    # Positions of the prompt whose log probabilities have been planned, where they are asked for.
+    # The scheduler's own: where it keeps what changes with every step, and the positions of the
+    # prompt whose log probabilities have been planned, where they are asked for.
+    arrays: RowArrays | None = None
     num_scored: int = 0
+
+    @property
+    def scheduled_tokens(self) -> int:
+        """Count the tokens whose K and V are in the cache, or will be once the planned steps ran.
+
+        May be one more than `len(token_ids)`, when a step is planned ahead.
+        """
+        if self.row == NO_ROW or self.arrays is None:
+            return 0
+        return int(self.arrays.positions[self.row])
 
     @property
     def generated_ids(self) -> list[int]:
@@ -101,14 +147,32 @@ class Slice(NamedTuple):
     scores: bool = False
 
 
+class Decodes:
+    """Sequences that decode together, and what stays the same while they do. Immutable.
+
+    rows: the row of each, i64[N].
+    token_ids: the list of tokens of each. A step adds to them without a look at the sequences: these
+      lie in another core's cache, as the event loop has just handed over their last tokens.
+    """
+
+    __slots__ = ("rows", "sequences", "token_ids")
+
+    def __init__(self, sequences: tuple[SequenceState, ...], rows: np.ndarray) -> None:
+        self.sequences = sequences
+        self.rows = rows
+        self.token_ids = [sequence.token_ids for sequence in sequences]
+
+
 class StepPlan:
     """One step: decode slices first, then chunks of prompts. Immutable; made by the scheduler.
 
     decodes, starts: the sequences that are fed their row's last sampled token (the host may not
-      know it yet), and its position.
+      know it yet), and its position, i64[N].
     chunks: the slices whose tokens are `sequence.token_ids[start:stop]`.
-    rows: the row of every slice. While `composition` stays the same, so do `rows` and the
-      slices' sequences (and the step is decode only), so what was derived from them can be kept.
+    group: the decodes with what was derived from them.
+    rows: the row of every slice.
+    composition: while it stays the same, so do `rows` and the slices' sequences (and the step is
+      decode only), so what was derived from them can be kept.
     new_rows: rows that got a (new) sequence; its slice is among `chunks`, and row state must be
       set from it before the step runs.
     block_updates: entries (row, index, page) to write to the block table before the step runs.
@@ -120,6 +184,7 @@ class StepPlan:
         "chunks",
         "composition",
         "decodes",
+        "group",
         "new_rows",
         "num_tokens",
         "rows",
@@ -131,8 +196,8 @@ class StepPlan:
         self,
         step: int,
         composition: int,
-        decodes: tuple[SequenceState, ...],
-        starts: Sequence[int],
+        group: Decodes,
+        starts: np.ndarray,
         chunks: tuple[Slice, ...],
         rows: tuple[int, ...],
         new_rows: tuple[int, ...],
@@ -140,13 +205,14 @@ class StepPlan:
     ) -> None:
         self.step = step
         self.composition = composition
-        self.decodes = decodes
+        self.group = group
+        self.decodes = group.sequences
         self.starts = starts
         self.chunks = chunks
         self.rows = rows
         self.new_rows = new_rows
         self.block_updates = block_updates
-        self.num_tokens = len(decodes) + sum(chunk.stop - chunk.start for chunk in chunks)
+        self.num_tokens = len(starts) + sum(chunk.stop - chunk.start for chunk in chunks)
         self._slices: tuple[Slice, ...] | None = None
 
     @property
@@ -166,7 +232,9 @@ class StepPlan:
         if self._slices is None:
             decodes = (
                 Slice(sequence, row, start, start + 1, True)
-                for sequence, row, start in zip(self.decodes, self.rows, self.starts, strict=False)
+                for sequence, row, start in zip(
+                    self.decodes, self.rows, self.starts.tolist(), strict=False
+                )
             )
             self._slices = (*decodes, *self.chunks)
         return self._slices
@@ -174,6 +242,21 @@ class StepPlan:
 
 TokenEvent = tuple[SequenceState, int, FinishReason | None]
 """A new token of a sequence, and why the sequence ended with it, if it did."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvents:
+    """Hold the events of a step, in the order of its slices; in columns, as there are hundreds."""
+
+    sequences: Sequence[SequenceState] = ()
+    tokens: Sequence[int] = ()
+    reasons: Sequence[FinishReason | None] = ()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        return zip(self.sequences, self.tokens, self.reasons, strict=True)
 
 
 class Scheduler:
@@ -231,6 +314,7 @@ class Scheduler:
         self.max_in_flight = max_in_flight
         self.quantises_pages = quantises_pages
         self.eos_token_ids = frozenset(eos_token_ids)
+        self._ends = self.eos_token_ids | _NO_TOKENS
         self.steps_total = 0
         self.preemptions_total = 0
         self.prompt_tokens_total = 0
@@ -243,10 +327,12 @@ class Scheduler:
         self._in_flight: deque[StepPlan] = deque()
         self._next_arrival = 0
         self._spare_slices = 0  # that a step has beyond one for each running sequence
+        self._arrays = RowArrays(max_rows)
+        self._running_rows: np.ndarray | None = None  # None: `_running` has changed
         self._composition = 0
-        # The last plan's decodes, as list and tuple, and rows, when it was decode only.
-        self._steady: tuple[list[SequenceState], tuple[SequenceState, ...], tuple[int, ...]] | None
-        self._steady = None
+        self._decodes = Decodes((), np.zeros(0, np.int64))  # the last plan's
+        self._rows: tuple[int, ...] = ()  # the last plan's
+        self._is_steady = False  # whether the last plan was decode only
 
     @property
     def num_running(self) -> int:
@@ -352,26 +438,28 @@ class Scheduler:
         step = self.steps_total
         updates: list[tuple[int, int, int]] = []
         prefills: list[SequenceState] = []
-        skipped: set[SequenceState] = set()
-        # Of hundreds of sequences few need a decision: those are found first, and what all need is
-        # done in bulk. The list is a copy, because preemption removes some.
-        for sequence in [s for s in self._running if s.scheduled_tokens == s.halt]:
-            if sequence.status is not SequenceStatus.RUNNING:
-                continue
-            if sequence.scheduled_tokens < sequence.prefill_stop:
+        skipped: list[int] = []  # indices in `_running`, which preemption shortens from its end
+        arrays, running_rows = self._arrays, self._find_running_rows()
+        positions = arrays.positions[running_rows]
+        undecided = (positions == arrays.halts[running_rows]).nonzero()[0]
+        for index, position in zip(undecided.tolist(), positions[undecided].tolist(), strict=True):
+            if index >= len(self._running):
+                break  # it was preempted, as were all after it
+            sequence = self._running[index]
+            if position < sequence.prefill_stop:
                 prefills.append(sequence)
             elif (
-                sequence.scheduled_tokens != sequence.last_position
-                and not _awaits_token(sequence)
-                and self._grow(sequence, updates)
+                position != sequence.last_position
+                and not _awaits_token(sequence, position)
+                and self._grow(sequence, position, updates)
             ):
                 continue
-            skipped.add(sequence)  # it has no token for now, or its last is being computed
-        decodes = [s for s in self._running if s not in skipped] if skipped else [*self._running]
-        starts = [sequence.scheduled_tokens for sequence in decodes]
-        for sequence in decodes:
-            sequence.scheduled_tokens += 1
-        budget = self.max_step_tokens - len(decodes)
+            skipped.append(index)  # it has no token for now, or its last is being computed
+        decodes = self._group_decodes(skipped)
+        starts = arrays.positions[decodes.rows]
+        arrays.positions[decodes.rows] = starts + 1
+        arrays.last_steps[decodes.rows] = step
+        budget = self.max_step_tokens - len(starts)
         self._spare_slices = self.max_rows - len(self._running)
         chunks: list[Slice] = []
         for sequence in prefills:
@@ -380,20 +468,21 @@ class Scheduler:
         new_rows: list[int] = []
         if self._waiting:
             self._admit_waiting(budget, chunks, new_rows, updates)
-        if not decodes and not chunks:
+        if not decodes.sequences and not chunks:
             return None
         # Only now, so that no slice of this step reads what another one is to write.
         for chunk in chunks:
+            arrays.last_steps[chunk.row] = step
             self.pool.publish(chunk.sequence.table, chunk.sequence.token_ids, chunk.stop)
         plan = self._make_plan(step, decodes, starts, chunks, new_rows, updates)
         self.steps_total += 1
         self._in_flight.append(plan)
         return plan
 
-    def complete(self, plan: StepPlan, sampled: Sequence[int]) -> list[TokenEvent]:
+    def complete(self, plan: StepPlan, sampled: Sequence[int]) -> TokenEvents:
         """Take the sampled tokens of the oldest step in flight, one per slice of the plan.
 
-        Those of slices that do not sample are ignored. A negative one says that the device could
+        Those of slices that do not sample are ignored. One of -1 or -2 says that the device could
         draw none: the sequence ends with ERROR and does not keep it. Returns the new tokens of
         sequences that had not ended before, in the order of the slices.
         """
@@ -404,36 +493,72 @@ class Scheduler:
             f"step {plan.step} has {len(plan.rows)} slices but {len(sampled)} sampled tokens"
         )
         self._in_flight.popleft()
-        sampling, tokens = plan.decodes, sampled
+        num_decode = plan.num_decode
+        events = self._take_decoded(plan, sampled[:num_decode] if plan.chunks else sampled)
         if plan.chunks:
-            pairs = zip(plan.chunks, sampled[len(plan.decodes) :], strict=True)
-            last = [(chunk.sequence, token) for chunk, token in pairs if chunk.samples]
-            sampling = (*plan.decodes, *(sequence for sequence, _ in last))
-            tokens = [*sampled[: len(plan.decodes)], *(token for _, token in last)]
-        events: list[TokenEvent] = []
-        num_faults = 0
-        for sequence, token in zip(sampling, tokens, strict=True):
-            if sequence.finish_reason is not None:
-                continue  # it ended while this step was computing one token too many
-            token_ids = sequence.token_ids
-            reason = None
-            if token < 0:
-                reason = FinishReason.ERROR
-                num_faults += 1
-                self._end(sequence, reason, None)
-            else:
-                token_ids.append(token)
-                if sequence.constraint is not None:
-                    reason = sequence.constraint.accept(token)
-                if reason is not None:
-                    self._end(sequence, reason, None)
-                elif token in sequence.stop_ids or len(token_ids) == sequence.max_total_tokens:
-                    reason = self._end_by_token(sequence, token)
-            events.append((sequence, token, reason))
-        self.generation_tokens_total += len(events) - num_faults
+            events = self._take_first(plan, sampled[num_decode:], events)
         if self._leaving:
             self._release_leaving()
         return events
+
+    def _take_decoded(self, plan: StepPlan, tokens: Sequence[int]) -> TokenEvents:
+        """Give the decodes their tokens: to most of them without a look at anything else."""
+        may_end = self._find_possible_ends(plan, tokens)
+        looked_at = may_end.nonzero()[0].tolist()
+        pairs: Iterable[tuple[list[int], int]] = zip(plan.group.token_ids, tokens, strict=True)
+        for token_ids, token in compress(pairs, (~may_end).tolist()) if looked_at else pairs:
+            token_ids.append(token)
+        self.generation_tokens_total += len(tokens) - len(looked_at)
+        reasons: list[FinishReason | None] = [None] * len(tokens)
+        over = []  # ended while this step was computing one token too many
+        for index in looked_at:
+            sequence = plan.decodes[index]
+            if sequence.finish_reason is not None:
+                over.append(index)
+            else:
+                reasons[index] = self._take(sequence, tokens[index])
+        if not over:
+            return TokenEvents(plan.decodes, tokens, reasons)
+        sequences, tokens = [*plan.decodes], [*tokens]
+        for index in reversed(over):
+            del sequences[index], tokens[index], reasons[index]
+        return TokenEvents(sequences, tokens, reasons)
+
+    def _take_first(
+        self, plan: StepPlan, tokens: Sequence[int], decoded: TokenEvents
+    ) -> TokenEvents:
+        """Give chunks that sample their tokens; join their events to those of the decodes."""
+        pairs = [
+            (chunk.sequence, token)
+            for chunk, token in zip(plan.chunks, tokens, strict=True)
+            if chunk.samples and chunk.sequence.finish_reason is None
+        ]
+        return TokenEvents(
+            [*decoded.sequences, *(sequence for sequence, _ in pairs)],
+            [*decoded.tokens, *(token for _, token in pairs)],
+            [*decoded.reasons, *(self._take(sequence, token) for sequence, token in pairs)],
+        )
+
+    def _find_possible_ends(self, plan: StepPlan, tokens: Sequence[int]) -> np.ndarray:
+        """Say of each decode whether its token may end it, bool[N]; the others simply go on."""
+        may_end: np.ndarray = plan.starts >= self._arrays.looks_from[plan.group.rows]
+        if not self._ends.isdisjoint(tokens):
+            may_end |= [token in self._ends for token in tokens]
+        return may_end
+
+    def _take(self, sequence: SequenceState, token: int) -> FinishReason | None:
+        """Give a sequence a token that may be its last; return why it is."""
+        if token < 0:
+            self._end(sequence, FinishReason.ERROR, None)
+            return FinishReason.ERROR
+        sequence.token_ids.append(token)
+        self.generation_tokens_total += 1
+        reason = None if sequence.constraint is None else sequence.constraint.accept(token)
+        if reason is not None:
+            self._end(sequence, reason, None)
+        elif token in sequence.stop_ids or len(sequence.token_ids) == sequence.max_total_tokens:
+            reason = self._end_by_token(sequence, token)
+        return reason
 
     def check_integrity(self) -> None:
         """Verify the pool, the rows and the queues against each other; costs a walk over all.
@@ -464,6 +589,10 @@ class Scheduler:
             _check(sequence.row == NO_ROW, f"`{sequence.request_id}` waits in row {sequence.row}")
         for sequence in holders:
             capacity = len(sequence.table.pages) * self.pool.page_size
+            _check(
+                self._arrays.capacities[sequence.row] == capacity,
+                f"`{sequence.request_id}` has slots for {capacity}, its row says otherwise",
+            )
             _check(
                 sequence.scheduled_tokens <= min(capacity, sequence.last_position),
                 f"`{sequence.request_id}` has {sequence.scheduled_tokens} tokens scheduled, "
@@ -543,17 +672,41 @@ class Scheduler:
             )
         return max_tokens
 
-    def _grow(self, sequence: SequenceState, updates: list[tuple[int, int, int]]) -> bool:
+    def _find_running_rows(self) -> np.ndarray:
+        """Give the rows of `_running`, i64[N]."""
+        if self._running_rows is None:
+            self._running_rows = np.array([s.row for s in self._running], np.int64)
+        return self._running_rows
+
+    def _group_decodes(self, skipped: list[int]) -> Decodes:
+        """Give the running sequences less the skipped ones; the same object while they stay."""
+        last, rows = self._decodes, self._find_running_rows()
+        if not skipped and last.rows is rows:
+            return last
+        sequences = tuple(self._running)
+        if skipped:
+            decodes = np.ones(len(rows), np.bool_)
+            # The last one is gone if it was skipped because it preempted itself.
+            decodes[[index for index in skipped if index < len(rows)]] = False
+            sequences, rows = tuple(compress(sequences, decodes.tolist())), rows[decodes]
+        if sequences != last.sequences:
+            return Decodes(sequences, rows)
+        if not skipped:
+            self._running_rows = last.rows  # the same rows: next time they are known as such
+        return last
+
+    def _grow(
+        self, sequence: SequenceState, position: int, updates: list[tuple[int, int, int]]
+    ) -> bool:
         """Get the page of the next position; say whether the sequence can decode in this step."""
         table = sequence.table
-        if sequence.scheduled_tokens < len(table.pages) * self.pool.page_size:
-            self._set_decode_halt(sequence, sequence.scheduled_tokens + 1)
+        if position < len(table.pages) * self.pool.page_size:
+            self._set_decode_halt(sequence, position + 1)
             return True
-        known = min(sequence.scheduled_tokens, len(sequence.token_ids))
-        self.pool.publish(table, sequence.token_ids, known)
+        self.pool.publish(table, sequence.token_ids, min(position, len(sequence.token_ids)))
         while (page := self.pool.append(table)) is None:
             # Skip a step rather than evict another sequence, when pages are about to come back.
-            if self._leaving or any(map(_computes_its_last, self._running)):
+            if self._leaving or self._computes_a_last():
                 return False
             # Not yet in this plan: rows are visited from the oldest to the youngest sequence.
             victim = self._running[-1]
@@ -561,15 +714,23 @@ class Scheduler:
             if victim is sequence:
                 return False
         updates.append((sequence.row, len(table.pages) - 1, page))
-        self._set_decode_halt(sequence, sequence.scheduled_tokens + 1)
+        self._arrays.capacities[sequence.row] += self.pool.page_size
+        self._set_decode_halt(sequence, position + 1)
         return True
+
+    def _computes_a_last(self) -> bool:
+        """Say whether the last position of a sequence is in a step, or will be in this one."""
+        arrays, rows = self._arrays, self._find_running_rows()
+        last = arrays.last_positions[rows]
+        return bool(np.any((arrays.halts[rows] == last) & (arrays.positions[rows] >= last - 1)))
 
     def _set_decode_halt(self, sequence: SequenceState, decided: int) -> None:
         """Let positions from `decided` on be decoded without a look until something is lacking."""
         capacity = len(sequence.table.pages) * self.pool.page_size
-        sequence.halt = min(capacity, sequence.last_position)
+        halt = min(capacity, sequence.last_position)
         if sequence.constraint is not None:
-            sequence.halt = min(sequence.halt, decided)
+            halt = min(halt, decided)
+        self._arrays.halts[sequence.row] = halt
 
     def _plan_chunk(self, sequence: SequenceState, budget: int, chunks: list[Slice]) -> int:
         start = sequence.scheduled_tokens
@@ -582,11 +743,11 @@ class Scheduler:
                 return self._plan_scores(sequence, min(budget, last - start), chunks)
             stop = min(stop, sequence.num_scored)
         samples = stop == sequence.prefill_stop
-        sequence.scheduled_tokens = stop
+        self._arrays.positions[sequence.row] = stop
         if samples:
             self._set_decode_halt(sequence, stop)
         else:
-            sequence.halt = stop
+            self._arrays.halts[sequence.row] = stop
         chunks.append(Slice(sequence, sequence.row, start, stop, samples))
         return stop - start
 
@@ -602,7 +763,8 @@ class Scheduler:
         self._spare_slices -= count - 1
         for position in range(start, start + count):
             chunks.append(Slice(sequence, sequence.row, position, position + 1, False, True))
-        sequence.scheduled_tokens = sequence.num_scored = sequence.halt = start + count
+        sequence.num_scored = start + count
+        self._arrays.positions[sequence.row] = self._arrays.halts[sequence.row] = start + count
         return count
 
     def _admit_waiting(
@@ -614,15 +776,14 @@ class Scheduler:
     ) -> None:
         if any(s.status is SequenceStatus.PREEMPTING for s in self._leaving):
             return  # it goes to the front of the queue; nobody may overtake it
-        page_size = self.pool.page_size
         spare_pages: int | None = None
         while budget > 0 and self._waiting and self._free_rows and self._spare_slices > 0:
             if spare_pages is None:
                 # One page for each running sequence that will need more: otherwise a newcomer
                 # takes the last pages, and is preempted for the next one that is needed.
-                spare_pages = sum(
-                    len(s.table.pages) * page_size < s.last_position for s in self._running
-                )
+                arrays, rows = self._arrays, self._find_running_rows()
+                needs_more = arrays.capacities[rows] < arrays.last_positions[rows]
+                spare_pages = int(np.count_nonzero(needs_more))
             sequence = self._waiting[0]
             num_cached = self.pool.allocate(
                 sequence.table,
@@ -634,51 +795,63 @@ class Scheduler:
                 return
             self._waiting.popleft()
             self._running.append(sequence)
+            self._running_rows = None
             if sequence.cached_tokens is None:  # not when it comes back from preemption
                 sequence.cached_tokens = num_cached
                 self.prompt_tokens_total += len(sequence.prompt_ids)
             sequence.status = SequenceStatus.RUNNING
-            sequence.row = heapq.heappop(self._free_rows)
-            sequence.scheduled_tokens = num_cached
+            self._enter_row(sequence, num_cached)
             sequence.prefill_stop = len(sequence.token_ids)
             new_rows.append(sequence.row)
             self._spare_slices -= 1
             pages = sequence.table.pages
             updates.extend((sequence.row, index, page) for index, page in enumerate(pages))
-            spare_pages += len(pages) * page_size < sequence.last_position
+            spare_pages += len(pages) * self.pool.page_size < sequence.last_position
             budget -= self._plan_chunk(sequence, budget, chunks)
+
+    def _enter_row(self, sequence: SequenceState, num_cached: int) -> None:
+        row = sequence.row = heapq.heappop(self._free_rows)
+        arrays = sequence.arrays = self._arrays
+        arrays.positions[row] = num_cached
+        arrays.capacities[row] = len(sequence.table.pages) * self.pool.page_size
+        arrays.last_positions[row] = sequence.last_position
+        has_own_end = sequence.constraint is not None or not sequence.stop_ids <= self.eos_token_ids
+        arrays.looks_from[row] = 0 if has_own_end else sequence.last_position - 1
 
     def _make_plan(
         self,
         step: int,
-        decodes: list[SequenceState],
-        starts: list[int],
+        decodes: Decodes,
+        starts: np.ndarray,
         chunks: list[Slice],
         new_rows: list[int],
         updates: list[tuple[int, int, int]],
     ) -> StepPlan:
-        steady = self._steady
-        if steady is None or chunks or steady[0] != decodes:
+        if chunks or not self._is_steady or decodes is not self._decodes:
             self._composition += 1
-            rows = (*(s.row for s in decodes), *(chunk.row for chunk in chunks))
-            steady = (decodes, tuple(decodes), rows)
-            self._steady = None if chunks else steady
+            self._rows = (*decodes.rows.tolist(), *(chunk.row for chunk in chunks))
+        self._decodes, self._is_steady = decodes, not chunks
         return StepPlan(
             step=step,
             composition=self._composition,
-            decodes=steady[1],
+            group=decodes,
             starts=starts,
             chunks=tuple(chunks),
-            rows=steady[2],
+            rows=self._rows,
             new_rows=tuple(new_rows),
             block_updates=tuple(updates),
         )
 
     def _is_in_flight(self, sequence: SequenceState) -> bool:
-        return any(
-            sequence in plan.decodes or any(chunk.sequence is sequence for chunk in plan.chunks)
-            for plan in self._in_flight
-        )
+        """Say whether a step in flight computes a sequence, which has a row."""
+        in_flight = self._in_flight
+        return bool(in_flight) and bool(self._arrays.last_steps[sequence.row] >= in_flight[0].step)
+
+    def _stop_running(self, sequence: SequenceState) -> None:
+        # Found by arrival: `list.remove` compares it with all that are older.
+        index = bisect_left(self._running, sequence.arrival, key=attrgetter("arrival"))
+        del self._running[index]
+        self._running_rows = None
 
     def _end_by_token(self, sequence: SequenceState, token: int) -> FinishReason | None:
         """Apply the finishing rules to a token that may be the last one; return why it is."""
@@ -700,10 +873,12 @@ class Scheduler:
         sequence.stop_reason = stop_reason
         if reason is FinishReason.ERROR:
             self.pool.withdraw(sequence.table)
+        if sequence.row != NO_ROW:
+            self._arrays.looks_from[sequence.row] = 0  # its tokens of steps in flight are too many
         if status is SequenceStatus.WAITING:
             self._waiting.remove(sequence)
         elif status is SequenceStatus.RUNNING:
-            self._running.remove(sequence)
+            self._stop_running(sequence)
             if self._is_in_flight(sequence):
                 self._leaving.append(sequence)
             else:
@@ -713,9 +888,8 @@ class Scheduler:
     def _preempt(self, sequence: SequenceState) -> None:
         self.preemptions_total += 1
         sequence.num_preemptions += 1
-        self._running.remove(sequence)
+        self._stop_running(sequence)
         if self._is_in_flight(sequence):
-            sequence.halt = sequence.scheduled_tokens  # so that `schedule` looks at its status
             sequence.status = SequenceStatus.PREEMPTING
             self._leaving.append(sequence)
         else:
@@ -734,8 +908,6 @@ class Scheduler:
         self.pool.free(sequence.table)
         heapq.heappush(self._free_rows, sequence.row)
         sequence.row = NO_ROW
-        sequence.scheduled_tokens = 0
-        sequence.halt = 0
 
     def _release_leaving(self) -> None:
         still_leaving = []
@@ -749,15 +921,9 @@ class Scheduler:
         self._leaving = still_leaving
 
 
-def _computes_its_last(sequence: SequenceState) -> bool:
-    """Say whether the last position of a sequence is in a step, or will be in the one planned."""
-    last = sequence.last_position
-    return sequence.halt == last and sequence.scheduled_tokens >= last - 1
-
-
-def _awaits_token(sequence: SequenceState) -> bool:
+def _awaits_token(sequence: SequenceState, position: int) -> bool:
     """Say whether what may follow depends on a token that is still being drawn."""
-    return sequence.constraint is not None and sequence.scheduled_tokens == len(sequence.token_ids)
+    return sequence.constraint is not None and position == len(sequence.token_ids)
 
 
 def _check(holds: bool, message: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from treadle.runtime.batch import PENDING_TOKEN, RING_SIZE, BatchWriter, HostRin
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.pages import PageTable
 from treadle.runtime.request import SamplingParams
-from treadle.runtime.scheduler import SequenceState, Slice, StepPlan
+from treadle.runtime.scheduler import Decodes, SequenceState, Slice, StepPlan
 from treadle.runtime.state import PADDING_ROW, DeviceState, allocate_state
 
 CONFIG = EngineConfig(
@@ -54,8 +55,11 @@ def make_plan(
     return StepPlan(
         0,
         composition,
-        tuple(make_sequence(arrival=row) for row, _ in decodes),
-        [position for _, position in decodes],
+        Decodes(
+            tuple(make_sequence(arrival=row) for row, _ in decodes),
+            np.array([row for row, _ in decodes], np.int64),
+        ),
+        np.array([position for _, position in decodes], np.int64),
         tuple(chunks),
         rows,
         tuple(new_rows),

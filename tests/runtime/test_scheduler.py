@@ -611,7 +611,7 @@ def test_a_sequence_without_a_token_ends_in_error_and_leaves_nothing_to_share(
     plan, run, _ = bench.launched.popleft()
     _, token = run()
     events = bench.scheduler.complete(plan, [-2, token])
-    assert events == [(faulty, -2, FinishReason.ERROR), (neighbour, token, None)]
+    assert list(events) == [(faulty, -2, FinishReason.ERROR), (neighbour, token, None)]
     bench.clients[neighbour.request_id].tokens.append(token)
     assert faulty.num_generated == 2
     again = bench.add(prompt, max_tokens=8, ignore_eos=True)
