@@ -151,8 +151,8 @@ class Decodes:
     """Sequences that decode together, and what stays the same while they do. Immutable.
 
     rows: the row of each, i64[N].
-    token_ids: the list of tokens of each. A step adds to them without a look at the sequences: these
-      lie in another core's cache, as the event loop has just handed over their last tokens.
+    token_ids: the list of tokens of each. A step adds to it without a look at the sequence, which
+      lies in another core's cache: the event loop has just handed over its last token.
     """
 
     __slots__ = ("rows", "sequences", "token_ids")
