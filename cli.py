@@ -462,6 +462,14 @@ def report_command() -> None:
 )
 @click.option("--num-pages", type=int, default=0, help="The same in pages, exactly.")
 @click.option(
+    "--kv-host-memory",
+    type=Size(),
+    default=0,
+    metavar="SIZE",
+    help="Host memory, such as 32GiB, for pages that the KV cache has no room for any more; they "
+    "are fetched back where that is faster than computing them. Default: none.",
+)
+@click.option(
     "--kv-dtype",
     default="",
     metavar="DTYPE",

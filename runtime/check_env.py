@@ -25,6 +25,7 @@ import treadle
 from treadle.ir import knobs
 from treadle.ir.errors import KernelError, MachineError, TreadleError
 from treadle.runtime.console import print_json, print_table
+from treadle.runtime.host_memory import MEMINFO, find_free_memory
 from treadle.runtime.progress import Progress
 
 PASS, FAIL, NOTE = "pass", "fail", "note"
@@ -194,17 +195,12 @@ def check_cache_folder(find: Callable[[], Path]) -> Step:
     return Step("cache folder", PASS, detail)
 
 
-def check_memory(meminfo: Path = Path("/proc/meminfo")) -> Step:
+def check_memory(meminfo: Path = MEMINFO) -> Step:
     """Check the free main memory, of the machine or, where less, of the container."""
-    if not meminfo.is_file():
-        return Step("memory", NOTE, f"unknown, this system has no {meminfo}")
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
-    if not found:
+    found = find_free_memory(meminfo)
+    if found is None:
         return Step("memory", NOTE, f"unknown, {meminfo} says nothing of it")
-    free_bytes, where = int(found[1]) * 1024, ""
-    limit, used = (_cgroup_bytes(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if limit is not None and used is not None and limit - used < free_bytes:
-        free_bytes, where = limit - used, " in this container"
+    free_bytes, where = found.num_bytes, " in this container" if found.in_container else ""
     detail = f"{_size(free_bytes)} free{where}, {len(os.sched_getaffinity(0))} CPU cores"
     if free_bytes < MIN_FREE_MEMORY_BYTES:
         remedy = (
@@ -321,12 +317,6 @@ def _settings() -> dict[str, str]:
 def _release(version: str) -> tuple[int, ...]:
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in found[0].split(".")) if found else ()
-
-
-def _cgroup_bytes(path: str) -> int | None:
-    file = Path(path)
-    text = file.read_text().strip() if file.is_file() else ""
-    return int(text) if text.isdigit() else None
 
 
 def _without_home(text: str) -> str:

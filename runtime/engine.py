@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from treadle.ir.errors import KernelError, QueueFullError, RequestError, TreadleError
 from treadle.runtime.executor import Executor, StepResult
+from treadle.runtime.host_pages import HostStats
 from treadle.runtime.host_times import COMMANDS, COMPLETE, IDLE, PUBLISH, SCHEDULE, WAIT
 from treadle.runtime.request import Delta, FinishReason, SamplingParams, TokenLogprobs, Usage
 from treadle.runtime.scheduler import Scheduler, SequenceState, StepPlan, TokenEvents
@@ -64,6 +65,7 @@ class EngineStats(NamedTuple):
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     preemptions_total: int = 0
+    host: HostStats = HostStats()
 
 
 @dataclass(frozen=True)
@@ -284,7 +286,8 @@ class Engine:
             release_memory, self._counted = self._model.release_memory, self._stats
             self._model = None
             await asyncio.to_thread(release_memory)
-            self._stats = self._counted._replace(pages_total=0, pages_free=0)
+            host = self._counted.host._replace(pages_total=0, pages_free=0)
+            self._stats = self._counted._replace(pages_total=0, pages_free=0, host=host)
             self.phase = "sleeping"
 
     async def wake(self) -> None:
@@ -488,7 +491,7 @@ class Engine:
     def _serve(self) -> None:
         scheduler, executor = self.model.scheduler, self.model.executor
         lap = executor.times.lap
-        in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        in_flight: deque[tuple[StepPlan, StepResult, float]] = deque()
         while True:
             while self._commands:
                 self._commands.popleft()()
@@ -500,14 +503,14 @@ class Engine:
                 plan = scheduler.schedule()
                 lap(SCHEDULE)
             if plan is not None:
-                in_flight.append((plan, executor.launch(plan)))
+                began_s = time.monotonic()
+                in_flight.append((plan, executor.launch(plan), began_s))
                 if len(in_flight) < scheduler.max_in_flight:
                     continue
             if in_flight:
                 # Only now that the device has work: the event loop takes Python's lock for it.
                 self._publish_step()
-                done, result = in_flight.popleft()
-                self._complete(done, result)
+                self._complete(*in_flight.popleft())
                 if not in_flight:
                     self._publish_step()
             elif not self._commands:
@@ -516,12 +519,15 @@ class Engine:
                 self._wake.clear()
                 lap(IDLE)
 
-    def _complete(self, plan: StepPlan, result: StepResult) -> None:
+    def _complete(self, plan: StepPlan, result: StepResult, began_s: float) -> None:
         lap = self.model.executor.times.lap
         tokens = result.tokens()
         lap(WAIT)
         events = self.model.scheduler.complete(plan, tokens)
-        self._last_step_at = time.monotonic()
+        now_s = time.monotonic()
+        # Of two steps in flight the later one begins when the earlier one ends.
+        self._note_prefill(plan, now_s - max(began_s, self._last_step_at))
+        self._last_step_at = now_s
         self._update_stats()
         logprobs = result.logprobs()
         if not logprobs:
@@ -540,6 +546,18 @@ class Engine:
                 if chunk.scores
             ]
         lap(COMPLETE)
+
+    def _note_prefill(self, plan: StepPlan, seconds: float) -> None:
+        """Learn how fast prompts are computed, which fetching their pages is measured against.
+
+        From steps of at least a page of them, as less is never fetched, that waited for no page.
+        """
+        pool = self.model.scheduler.pool
+        if pool.host is None or (plan.page_copies is not None and plan.page_copies.pages_in):
+            return
+        num_tokens = plan.num_tokens - plan.num_decode
+        if num_tokens >= pool.page_size:
+            pool.host.prefills.add(num_tokens, seconds)
 
     def _publish_step(self) -> None:
         """Tell the event loop what the last step brought, if anything."""
@@ -563,6 +581,7 @@ class Engine:
             generation_tokens_total=counted.generation_tokens_total
             + scheduler.generation_tokens_total,
             preemptions_total=counted.preemptions_total + scheduler.preemptions_total,
+            host=counted.host if pool.host is None else pool.host.stats(counted.host),
         )
 
     def _break(self, error: Exception) -> None:

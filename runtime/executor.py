@@ -17,6 +17,7 @@ import torch
 from treadle.runtime.batch import RING_SIZE, BatchWriter, HostRing
 from treadle.runtime.host_times import LAUNCH, WRITE, HostTimes
 from treadle.runtime.logprobs import PendingLogprobs, Wish
+from treadle.runtime.page_copies import PageCopier
 from treadle.runtime.request import SamplingParams, TokenLogprobs
 from treadle.runtime.scheduler import SequenceState, StepPlan
 from treadle.runtime.state import DeviceState
@@ -65,7 +66,7 @@ class Executor:
 
     `steps` has the `decode` programs by the largest number of sequences each takes, and the `mixed`
     ones by the tokens; `resamples` has, under the same keys, what follows them when a row asks for
-    adjusted logits.
+    adjusted logits. `copier` makes the copies between device and host that a plan asks for.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Executor:
         state: DeviceState,
         steps: Mapping[str, Mapping[int, Program]],
         resamples: Mapping[str, Mapping[int, Program]],
+        copier: PageCopier | None = None,
     ) -> None:
         self.state = state
         self.times = HostTimes()
@@ -80,6 +82,7 @@ class Executor:
         self.mixed = dict(sorted(steps["mixed"].items()))
         self.resamples = resamples
         self._writer = BatchWriter(state)
+        self._copier = copier
         self._stream = torch.cuda.Stream() if state.packed.is_cuda else None
         self._fetched = HostRing(state.tensors["seq_rows"])  # a token per sequence
         self._marks = cycle(
@@ -99,6 +102,9 @@ class Executor:
     def launch(self, plan: StepPlan) -> StepResult:
         """Start a step and return without waiting for it (on the CPU it is done on return)."""
         num_seqs = len(plan.rows)
+        if plan.page_copies is not None:
+            assert self._copier is not None, "only with host memory are there copies"
+            self._copier.run(plan.page_copies)
         self._writer.write_rows(plan)
         self._read_wishes(plan)
         if self._constrained:

@@ -28,6 +28,9 @@ from treadle.runtime.checkpoint import Checkpoint, open_checkpoint
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.engine import LoadedModel
 from treadle.runtime.executor import Executor, Program
+from treadle.runtime.host_memory import find_free_memory
+from treadle.runtime.host_pages import HostPages
+from treadle.runtime.page_copies import PageCopier
 from treadle.runtime.pages import PagePool
 from treadle.runtime.planner import PLAN, RESAMPLE, Plan, bucket_dims, read_plan
 from treadle.runtime.pooling import read_pooling
@@ -55,18 +58,28 @@ GPU_RESERVE_BYTES = 3 * 2**30  # for graphs, cuBLAS-free workspace and what torc
 class ServeOptions:
     """Say how to serve an artifact. `kv_bytes` or `num_pages` fix the pool; 0 means: what fits.
 
+    `kv_host_bytes` of host memory keep the pages that the pool evicts; 0: none.
     `kv_dtype` is the KV cache's, one that the artifact was compiled for; empty for its first.
     `model_path` replaces the path in the manifest, for artifacts that moved with their weights.
     `pooling`: how hidden states become an embedding, last or mean; empty: as the model declares.
+    Raises: ConfigError: host memory without the prefix cache, which is what finds pages again.
     """
 
     kv_bytes: int = 0
     num_pages: int = 0
+    kv_host_bytes: int = 0
     kv_dtype: str = ""
     prefix_cache: bool = True
     max_waiting: int = 1024
     model_path: str = ""
     pooling: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kv_host_bytes and not self.prefix_cache:
+            raise ConfigError(
+                "--kv-host-memory keeps pages of the prefix cache, which is off.",
+                remedy="Leave out one of --kv-host-memory and --no-prefix-cache.",
+            )
 
 
 def check_fits(artifact: Artifact, checkpoint: Checkpoint) -> None:
@@ -216,8 +229,10 @@ def load_model(
 ) -> LoadedModel:
     """Load an artifact for serving. `before_s` are phases that are over, which the summary names.
 
-    Raises: see `load_artifact`.
+    Raises: see `load_artifact`. MachineError: there is not so much host memory. ConfigError: it
+    holds not even a page.
     """
+    check_host_memory(options.kv_host_bytes)
     timer = _PhaseTimer(report, before_s or {})
     tokenizers: list[Future[Tokenizer]] = []
     with ThreadPoolExecutor(1, thread_name_prefix="treadle-tokenizer") as aside:
@@ -239,9 +254,14 @@ def load_model(
         _warm_up(loaded)
     warnings = [*loaded.warnings]
     pooling = options.pooling or read_pooling(loaded.checkpoint.path, warnings.append)
-    num_pages = state.dims["P"]
+    host = copier = None
+    if options.kv_host_bytes:
+        timer.begin("allocating host memory")
+        host = HostPages(decide_host_pages(state, options.kv_host_bytes), state.page_bytes)
+        copier = PageCopier(state, host)
+    pool = PagePool(state.dims["P"], config.page_size, prefix_cache=options.prefix_cache, host=host)
     scheduler = Scheduler(
-        PagePool(num_pages, config.page_size, prefix_cache=options.prefix_cache),
+        pool,
         max_rows=config.max_rows,
         max_step_tokens=config.max_step_tokens,
         max_model_len=config.max_context_tokens,
@@ -260,6 +280,8 @@ def load_model(
         "largest batch": f"{config.max_rows} requests, {config.max_step_tokens} tokens a step",
         "start-up": timer.finish(),
     }
+    if host is not None:
+        summary["KV host memory"] = _describe_host(host, config)
     if pooling:
         summary["embeddings"] = f"{pooling} of the hidden states"
     if warnings:
@@ -267,7 +289,7 @@ def load_model(
     return LoadedModel(
         name=manifest.model_name,
         tokenizer=tokenizer,
-        executor=Executor(state, steps, resamples),
+        executor=Executor(state, steps, resamples, copier),
         scheduler=scheduler,
         max_model_len=config.max_context_tokens,
         vocab_size=int(loaded.checkpoint.config["vocab_size"]),
@@ -307,6 +329,14 @@ def _describe_cache(state: DeviceState, config: EngineConfig) -> str:
         f"{state.cache_bytes / 2**20:.0f} MiB = {num_pages} pages of {config.page_size} tokens"
         f"{open_pages}, "
         f"{num_pages // config.pages_per_row} requests of the full window"
+    )
+
+
+def _describe_host(host: HostPages, config: EngineConfig) -> str:
+    """Say what host memory holds: bytes, pages, tokens; and how fast it is copied."""
+    return (
+        f"{host.num_pages * host.page_bytes / 2**20:.0f} MiB = {host.num_pages} pages, "
+        f"{host.num_pages * config.page_size} tokens, copied at {host.copies.per_s / 1e9:.1f} GB/s"
     )
 
 
@@ -368,6 +398,30 @@ def decide_pages(
             remedy=f"Compile with --max-context-tokens {fits} or less.",
         )
     return int(min(pages, most))
+
+
+def check_host_memory(num_bytes: int) -> None:
+    """Refuse more host memory than is free. Raises: MachineError."""
+    free = find_free_memory()
+    if free is not None and num_bytes > free.num_bytes:
+        where = "this container" if free.in_container else "this machine"
+        raise MachineError(
+            f"--kv-host-memory asks for {num_bytes / 2**30:.1f} GiB, "
+            f"{free.num_bytes / 2**30:.1f} GiB of {where}'s memory are free.",
+            remedy="Ask for less: weights and the server itself need some of it too.",
+        )
+
+
+def decide_host_pages(state: DeviceState, num_bytes: int) -> int:
+    """Give the pages that so much host memory holds. Raises: ConfigError: not even one."""
+    pages = num_bytes // state.page_bytes
+    if pages < 1:
+        raise ConfigError(
+            f"--kv-host-memory {num_bytes} bytes is less than one page of {state.page_bytes} "
+            "bytes.",
+            remedy="Give more, or 0 for none.",
+        )
+    return pages
 
 
 def count_compiles() -> Callable[[], int]:

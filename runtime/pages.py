@@ -12,6 +12,7 @@ from hashlib import blake2b
 from struct import Struct
 
 from treadle.ir.errors import ConfigError
+from treadle.runtime.host_pages import HostPages, PageCopies
 
 Namespace = tuple[tuple[str, str], ...]
 """What besides the token ids decides a page's content, as (kind, value) pairs.
@@ -73,10 +74,20 @@ class PagePool:
     (held by none, but its content may be reused; evicted, least recently used first, when pages are
     needed) or *free*. `check_integrity` verifies it.
 
+    With `host`, what is evicted is kept in host memory and can be fetched from there; `take_copies`
+    gives the copies that are due before the next step.
+
     Raises: ConfigError: when a size is not positive.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        prefix_cache: bool = True,
+        host: HostPages | None = None,
+    ) -> None:
         for field, value in (("num_pages", num_pages), ("page_size", page_size)):
             if value < 1:
                 raise ConfigError(
@@ -86,6 +97,7 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_cache = prefix_cache
+        self.host = host
         self.query_tokens_total = 0
         self.hit_tokens_total = 0
         self.evictions_total = 0
@@ -133,7 +145,8 @@ class PagePool:
         """Give an empty table the pages that all of `token_ids` need; return the tokens reused.
 
         The longest cached prefix is shared, in whole pages and short of the last token, whose
-        logits the caller needs: at least one token is always left to compute. All or nothing:
+        logits the caller needs: at least one token is always left to compute. What of it is in host
+        memory gets a page here, where fetching it is faster than computing it. All or nothing:
         returns None, and changes nothing, unless `spare_pages` stay available afterwards. `count`
         is False where the look-up should not enter the hit rate (a request taken up again).
         """
@@ -141,16 +154,21 @@ class PagePool:
         assert token_ids, f"page table `{table.name}` is allocated for no tokens"
         hits = self._match_prefix(table, token_ids) if self.prefix_cache else []
         num_references = self._num_references
-        num_idle_hits = sum(1 for page in hits if num_references[page] == 0)
-        num_fresh = self.count_pages(len(token_ids)) - len(hits)
+        shared = [page for page in hits if page is not None]
+        num_idle_hits = sum(1 for page in shared if num_references[page] == 0)
+        num_pages = self.count_pages(len(token_ids))
+        num_fresh = num_pages - len(shared)
         if num_fresh + num_idle_hits + spare_pages > self.num_available:
             return None
-        for page in hits:
+        for page in shared:
             if num_references[page] == 0:
                 del self._cached[page]
             num_references[page] += 1
-        table.pages.extend(hits)
-        table.pages.extend(self._take_page() for _ in range(num_fresh))
+        if len(shared) < len(hits):
+            self._fetch_pages(table, hits, count)
+        else:
+            table.pages.extend(shared)
+        table.pages.extend(self._take_page() for _ in range(num_pages - len(hits)))
         table.num_published = len(hits)
         table.epoch = self._epoch
         self._tables[id(table)] = table
@@ -196,6 +214,8 @@ class PagePool:
             if key is not None:
                 del self._page_of_key[key]
                 self._key_of_page[page] = None
+                if self.host is not None:
+                    self.host.discard(key)
         table.epoch = _WITHDRAWN
 
     def free(self, table: PageTable) -> None:
@@ -222,6 +242,16 @@ class PagePool:
         self._cached.clear()
         self._page_of_key.clear()
         self._key_of_page = [None] * self.num_pages
+        if self.host is not None:
+            self.host.clear()
+
+    def take_copies(self) -> PageCopies | None:
+        """Give the copies between device and host that must precede the step being planned.
+
+        No step in flight uses their device pages: a page is evicted, and handed out again, when
+        nobody holds it any more, and a sequence holds its pages until its steps are complete.
+        """
+        return None if self.host is None else self.host.take_copies()
 
     def check_integrity(self, owners: Iterable[PageTable] | None = None) -> None:
         """Verify that every page is accounted for exactly once, and by whom.
@@ -256,17 +286,41 @@ class PagePool:
             known = {id(table) for table in owners}
             lost = [table.name for ident, table in self._tables.items() if ident not in known]
             _check(not lost, f"pages are held by {lost}, which no sequence uses any more")
+        if self.host is not None:
+            self.host.check_integrity()
 
-    def _match_prefix(self, table: PageTable, token_ids: Sequence[int]) -> list[int]:
+    def _match_prefix(self, table: PageTable, token_ids: Sequence[int]) -> list[int | None]:
+        """Give the pages of the longest prefix to reuse; None for one to be fetched."""
         num_shareable = (len(token_ids) - 1) // self.page_size
         self._extend_keys(table, token_ids, num_shareable)
-        hits = []
+        hits: list[int | None] = []
         for key in table.keys[:num_shareable]:
             page = self._page_of_key.get(key)
-            if page is None:
+            if page is None and (self.host is None or key not in self.host):
                 break
             hits.append(page)
+        if self.host is not None and None in hits:
+            num_here = hits.index(None)
+            num_spared = (len(hits) - num_here) * self.page_size
+            if not self.host.is_worth_fetching(hits.count(None), num_spared):
+                del hits[num_here:]
         return hits
+
+    def _fetch_pages(self, table: PageTable, hits: Sequence[int | None], count: bool) -> None:
+        """Give a table its hits, those of host memory in pages of their own."""
+        assert self.host is not None, "without host memory every hit has a page"
+        fetched = [key for key, page in zip(table.keys, hits, strict=False) if page is None]
+        self.host.lend(fetched)
+        for key, hit in zip(table.keys, hits, strict=False):
+            page = hit
+            if page is None:
+                page = self._take_page()
+                self.host.fetch(key, page)
+                self._page_of_key[key] = page
+                self._key_of_page[page] = key
+            table.pages.append(page)
+        if count:
+            self.host.hit_tokens_total += len(fetched) * self.page_size
 
     def _extend_keys(self, table: PageTable, token_ids: Sequence[int], num_pages: int) -> None:
         first = len(table.keys)
@@ -288,6 +342,8 @@ class PagePool:
             del self._page_of_key[key]
             self._key_of_page[page] = None
             self.evictions_total += 1
+            if self.host is not None:
+                self.host.keep(key, page)
         self._num_references[page] = 1
         return page
 

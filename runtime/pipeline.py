@@ -66,15 +66,16 @@ def pipeline(
             remedy="Leave one of them out.",
         )
     kv_dtype = kv_dtype_of(config)
-    path = _artifact_for(model_path, config, kv_dtype, progress)
     options = ServeOptions(
         kv_bytes=config.kv_memory_bytes,
         num_pages=config.num_pages,
+        kv_host_bytes=config.kv_host_memory_bytes,
         kv_dtype=kv_dtype,
         prefix_cache=config.prefix_cache,
         max_waiting=config.max_waiting,
         model_path=config.model_path,
     )
+    path = _artifact_for(model_path, config, kv_dtype, progress)
     max_rows = artifacts.read_manifest(path).engine.max_rows
     # As many again as run may wait in the engine, so that a row that falls free is taken at once.
     return Pipeline(

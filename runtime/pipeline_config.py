@@ -54,6 +54,7 @@ class EngineConfig:
     LMDeploy's number. `target`, `dtype`, `page_size` (tokens), `max_rows` (answers at once),
     `max_step_tokens` and `max_context_tokens` (the window) shape what is compiled; an artifact has
     them already. `kv_memory_bytes` or `num_pages` fix the KV cache, `max_waiting` the queue;
+    `kv_host_memory_bytes` of host memory keep the pages that the cache has no room for any more;
     `model_path` is where an artifact's weights are now. LMDeploy's names are accepted too, see
     `ALIASES`.
     Raises: ConfigError: an unknown name, one setting under two names, or a value not offered.
@@ -69,6 +70,7 @@ class EngineConfig:
     max_context_tokens: int = 0
     kv_memory_bytes: int = 0
     num_pages: int = 0
+    kv_host_memory_bytes: int = 0
     prefix_cache: bool = True
     max_waiting: int = 1024
     model_path: str = ""

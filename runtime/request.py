@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from treadle.ir.errors import RequestError, TreadleError
+from treadle.runtime.host_pages import HostStats
 
 if TYPE_CHECKING:
     from treadle.runtime.tokenizer import Tokenizer
@@ -357,6 +358,8 @@ class Stats(Protocol):
     def generation_tokens_total(self) -> int: ...
     @property
     def preemptions_total(self) -> int: ...
+    @property
+    def host(self) -> HostStats: ...
 
 
 class Engine(Protocol):

@@ -23,6 +23,7 @@ import numpy as np
 
 from treadle.ir.errors import ConfigError, QueueFullError, RequestError
 from treadle.runtime.adjustments import find_adjustments
+from treadle.runtime.host_pages import PageCopies
 from treadle.runtime.pages import Namespace, PagePool, PageTable
 from treadle.runtime.request import FinishReason, SamplingParams
 from treadle.runtime.structure import TokenConstraint
@@ -176,6 +177,8 @@ class StepPlan:
     new_rows: rows that got a (new) sequence; its slice is among `chunks`, and row state must be
       set from it before the step runs.
     block_updates: entries (row, index, page) to write to the block table before the step runs.
+    page_copies: what is to be copied between device and host before the step runs, if anything.
+      No step in flight uses these pages, so the copies need not wait for one.
     """
 
     __slots__ = (
@@ -187,6 +190,7 @@ class StepPlan:
         "group",
         "new_rows",
         "num_tokens",
+        "page_copies",
         "rows",
         "starts",
         "step",
@@ -202,6 +206,7 @@ class StepPlan:
         rows: tuple[int, ...],
         new_rows: tuple[int, ...],
         block_updates: tuple[tuple[int, int, int], ...],
+        page_copies: PageCopies | None = None,
     ) -> None:
         self.step = step
         self.composition = composition
@@ -212,6 +217,7 @@ class StepPlan:
         self.rows = rows
         self.new_rows = new_rows
         self.block_updates = block_updates
+        self.page_copies = page_copies
         self.num_tokens = len(starts) + sum(chunk.stop - chunk.start for chunk in chunks)
         self._slices: tuple[Slice, ...] | None = None
 
@@ -840,6 +846,7 @@ class Scheduler:
             rows=self._rows,
             new_rows=tuple(new_rows),
             block_updates=tuple(updates),
+            page_copies=self.pool.take_copies(),
         )
 
     def _is_in_flight(self, sequence: SequenceState) -> bool:

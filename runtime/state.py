@@ -55,6 +55,11 @@ class DeviceState:
         return sum(plane.nbytes for planes in self.caches.values() for plane in planes)
 
     @property
+    def page_bytes(self) -> int:
+        """The bytes of one page over all layers."""
+        return self.cache_bytes // self.dims["P"]
+
+    @property
     def open_bytes(self) -> int:
         """The bytes of the rows' open pages."""
         return sum(k.nbytes + v.nbytes for k, v in self.open_pages.values())

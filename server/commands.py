@@ -46,6 +46,7 @@ def run_serve(
     embeddings: str | None,
     kv_memory: int,
     num_pages: int,
+    kv_host_memory: int,
     kv_dtype: str,
     quant_policy: int | None,
     prefix_cache: bool,
@@ -71,17 +72,18 @@ def run_serve(
     if len(kv_formats) > 1:
         raise ConfigError("An engine has a KV cache of one --kv-dtype.")
     chosen = (kv_formats[0] or "auto") if kv_formats else ""
-    path = artifact_of(source, target, progress, chosen)
-    found_at_s = time.perf_counter()
     serve_options = ServeOptions(
         kv_bytes=kv_memory,
         num_pages=num_pages,
+        kv_host_bytes=kv_host_memory,
         kv_dtype=chosen,
         prefix_cache=prefix_cache,
         max_waiting=max_waiting,
         model_path=model_path,
         pooling=embeddings or "",
     )
+    path = artifact_of(source, target, progress, chosen)
+    found_at_s = time.perf_counter()
     server_options = ServerOptions(
         api_keys=(*api_key, *keys_of_file) or knobs.api_keys(),
         client_max_size_bytes=max_body,

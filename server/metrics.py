@@ -120,6 +120,7 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Read the engine's counters, so that there is one place where they are kept."""
         stats = self._engine.stats()
+        host = stats.host
         pages_used = stats.pages_total - stats.pages_free
         gauges = {
             "ready": (float(self._engine.ready), "1 when the engine takes requests."),
@@ -131,6 +132,8 @@ class _EngineCollector(Collector):
                 pages_used / max(stats.pages_total, 1),
                 "Share of the pages in use.",
             ),
+            "kv_host_pages": (host.pages_total, "Pages of host memory, for what is evicted."),
+            "kv_host_pages_free": (host.pages_free, "Those of them that hold nothing."),
             "last_step_age_seconds": (stats.last_step_age_s, "Time since a step was completed."),
         }
         counters = {
@@ -138,6 +141,14 @@ class _EngineCollector(Collector):
             "prompt_tokens": (stats.prompt_tokens_total, "Prompt tokens processed."),
             "generation_tokens": (stats.generation_tokens_total, "Tokens generated."),
             "preemptions": (stats.preemptions_total, "Requests evicted for want of pages."),
+            "prefix_cache_host_hits": (
+                host.hit_tokens_total,
+                "Prompt tokens that were found in the prefix cache, in host memory.",
+            ),
+            "kv_host_pages_out": (host.pages_out_total, "Pages copied to host memory."),
+            "kv_host_pages_in": (host.pages_in_total, "Pages copied back from host memory."),
+            "kv_host_bytes_out": (host.bytes_out_total, "Bytes copied to host memory."),
+            "kv_host_bytes_in": (host.bytes_in_total, "Bytes copied back from host memory."),
             "jit_compiles": (
                 stats.jit_compiles_total,
                 "Kernels compiled while serving; anything but 0 is a fault.",

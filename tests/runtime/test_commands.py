@@ -299,11 +299,19 @@ def test_serve_refuses_two_sizes_of_the_cache(
     assert "--num-pages" in capsys.readouterr().err
 
 
+def test_serve_refuses_host_memory_without_the_prefix_cache(
+    artifact: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["serve", artifact, "--kv-host-memory", "1MiB", "--no-prefix-cache"]
+    assert cli.run(asked) == 2
+    assert "--no-prefix-cache" in capsys.readouterr().err
+
+
 def test_serve_says_where_it_listens_and_ends_with_zero(artifact: str) -> None:
     # As an operator runs it: a process of its own, a free port, SIGTERM at the end.
     command = [sys.executable, str(ROOT / "cli.py"), "serve", artifact, "--port", "0"]
     child = subprocess.Popen(
-        [*command, "--num-pages", "32"],
+        [*command, "--num-pages", "32", "--kv-host-memory", "1MiB"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -319,6 +327,7 @@ def test_serve_says_where_it_listens_and_ends_with_zero(artifact: str) -> None:
         found = re.search(r"^listening at (http://127\.0\.0\.1:\d+);", lines[0])
         assert found, lines
         assert any("32 pages" in line for line in lines)
+        assert any(line.startswith("KV host memory  1 MiB = ") for line in lines)
         with urllib.request.urlopen(f"{found[1]}/v1/models") as answer:
             assert json.load(answer)["data"][0]["max_model_len"] == 128
         child.send_signal(signal.SIGTERM)

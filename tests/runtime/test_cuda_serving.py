@@ -11,6 +11,7 @@ import pytest
 
 from tests.checkpoints import make_llama
 from tests.runtime.serving import answer, answers, compile_tiny, serving
+from treadle.runtime.host_pages import HostStats
 from treadle.runtime.request import FinishReason, SamplingParams, collect
 from treadle.runtime.structure import Structure
 
@@ -111,5 +112,46 @@ def test_wishes_that_choose_tokens_again_hold_beside_others(artifact: Path) -> N
             assert len(told.logprobs) == len(told.token_ids) == len(plain.token_ids) == 24
             assert penalised.token_ids != plain.token_ids
             assert engine.stats().jit_compiles_total == 0
+
+    asyncio.run(run())
+
+
+def test_prefixes_from_host_memory_give_the_answers_of_those_in_the_cache(artifact: Path) -> None:
+    """Pages are gone when their prefix comes again; from either place the same bytes are read."""
+    prompts = [[(7 * i + j) % 256 for j in range(150)] for i in range(3)] * 4
+    params = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+
+    async def run(**options: int) -> tuple[list[tuple[tuple[int, ...], int]], HostStats]:
+        async with serving(artifact, **options) as engine:
+            host = engine.model.scheduler.pool.host
+            if host is not None:
+                host.prefills.add(1, 1.0)  # so slow that fetching is always faster
+                host.prefills.add = lambda amount, seconds: None  # type: ignore[method-assign]
+            found = [await answer(engine, prompt, **params) for prompt in prompts]
+            told = [(delta.token_ids, delta.usage.cached_tokens) for delta in found]
+            assert engine.stats().jit_compiles_total == 0
+            return told, engine.stats().host
+
+    roomy, _ = asyncio.run(run(num_pages=64))
+    tight, counted = asyncio.run(run(num_pages=12, kv_host_bytes=64 << 20))
+    assert tight == roomy
+    assert counted.pages_in_total == 9 * 9  # of 16 tokens, short of the prompt's last
+    assert counted.pages_out_total > 0
+
+
+def test_host_memory_under_load_gives_whole_answers(artifact: Path) -> None:
+    """Two steps are in flight, and pages leave and come while others are read."""
+    prompts = [[(7 * (i % 5) + j) % 256 for j in range(60 + i)] for i in range(40)]
+    params = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+
+    async def run() -> None:
+        async with serving(artifact, num_pages=24, kv_host_bytes=64 << 20) as engine:
+            host = engine.model.scheduler.pool.host
+            assert host is not None
+            assert host.copies.per_s > 0
+            for _ in range(2):
+                found = await answers(engine, prompts, **params)
+                assert all(len(delta.token_ids) == 60 for delta in found)
+            assert engine.stats().host.pages_out_total > 0
 
     asyncio.run(run())

@@ -2,7 +2,9 @@
 
 The pretend device knows only what a plan tells it. It keeps an entry per slot that depends on all
 tokens up to it, as K and V of a real model do, and draws the next token from all entries it reads
-through the block table. So a page shared, freed or overwritten wrongly changes the tokens.
+through the block table. So a page shared, freed or overwritten wrongly changes the tokens. Copies
+between its pages and the host's are made when a plan is launched, which may be before the steps in
+flight are run, or just before the plan's own step.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from treadle.ir.errors import ConfigError, QueueFullError, RequestError
+from treadle.runtime.host_pages import HostPages, PageCopies
 from treadle.runtime.pages import Namespace, PagePool, PageTable
 from treadle.runtime.request import FinishReason, SamplingParams
 from treadle.runtime.scheduler import Scheduler, SequenceState, SequenceStatus, Slice, StepPlan
@@ -25,6 +28,7 @@ from treadle.runtime.scheduler import Scheduler, SequenceState, SequenceStatus, 
 VOCABULARY = 29
 EOS = 0
 NOT_SAMPLED = -1
+PAGE_BYTES = 1000
 
 
 def make_entry(previous: int, token: int, adapter: int) -> int:
@@ -71,8 +75,18 @@ def answer_alone(
 class PretendDevice:
     """Run plans in order, from nothing but their contents and the device's own state."""
 
-    def __init__(self, num_pages: int, page_size: int, max_rows: int) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        max_rows: int,
+        *,
+        num_host_pages: int = 0,
+        copies_early: bool = False,
+    ) -> None:
         self.page_size = page_size
+        self.host: list[list[int | None] | None] = [None] * num_host_pages
+        self.copies_early = copies_early
         self.slots: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
         self.block_table = [[-1] * (num_pages + 1) for _ in range(max_rows)]
         self.last_token = [NOT_SAMPLED] * max_rows
@@ -87,11 +101,29 @@ class PretendDevice:
             for c in plan.chunks
             if c.row in plan.new_rows
         }
+        if self.copies_early:
+            self.copy(plan.page_copies)
         return lambda: self.run(plan, chunk_tokens, adapters)
+
+    def copy(self, copies: PageCopies | None) -> None:
+        """Copy all that leaves, then all that comes, as the copier does."""
+        if copies is None:
+            return
+        for page, host_page in copies.pages_out:
+            assert None not in self.slots[page], "a page that is not full leaves"
+            self.host[host_page] = self.slots[page].copy()
+        arrived = [page for page, _ in copies.pages_in]
+        assert len(set(arrived)) == len(arrived), "two contents come to one page"
+        for page, host_page in copies.pages_in:
+            content = self.host[host_page]
+            assert content is not None, "a host page is read before it was written"
+            self.slots[page] = content.copy()
 
     def run(
         self, plan: StepPlan, chunk_tokens: list[list[int]], adapters: dict[int, int]
     ) -> list[int]:
+        if not self.copies_early:
+            self.copy(plan.page_copies)
         for row, index, page in plan.block_updates:
             self.block_table[row][index] = page
         for row in plan.new_rows:
@@ -157,8 +189,15 @@ class Bench:
         max_waiting: int = 64,
         max_in_flight: int = 2,
         runs_late: bool = True,
+        num_host_pages: int = 0,
+        copies_early: bool = False,
+        is_worth_fetching: Callable[..., bool] = lambda *what: True,
     ) -> None:
-        self.pool = PagePool(num_pages, page_size, prefix_cache=prefix_cache)
+        self.host: HostPages | None = None
+        if num_host_pages:
+            self.host = HostPages(num_host_pages, PAGE_BYTES)
+            self.host.is_worth_fetching = is_worth_fetching  # type: ignore[method-assign]
+        self.pool = PagePool(num_pages, page_size, prefix_cache=prefix_cache, host=self.host)
         self.scheduler = Scheduler(
             self.pool,
             max_rows=max_rows,
@@ -168,7 +207,13 @@ class Bench:
             max_in_flight=max_in_flight,
             eos_token_ids=[EOS],
         )
-        self.device = PretendDevice(num_pages, page_size, max_rows)
+        self.device = PretendDevice(
+            num_pages,
+            page_size,
+            max_rows,
+            num_host_pages=num_host_pages,
+            copies_early=copies_early,
+        )
         self.runs_late = runs_late
         self.clients: dict[str, Client] = {}
         # Steps in flight: plan, step or its result, and what each sequence held when planned.
@@ -307,6 +352,8 @@ class Bench:
         if self.pool.prefix_cache:
             assert self.pool.query_tokens_total == scheduler.prompt_tokens_total
         assert self.pool.hit_tokens_total == sum(s.cached_tokens or 0 for s in admitted)
+        if self.host is not None:
+            assert self.host.num_free + self.host.num_kept == self.host.num_pages
 
 
 def random_prompt(rng: random.Random, num_tokens: int) -> list[int]:
@@ -929,6 +976,138 @@ def test_impossible_limits_are_refused(limits: dict[str, int]) -> None:
         Bench(**limits)  # type: ignore[arg-type]
 
 
+# --- Host memory
+
+
+def alternate(bench: Bench, prompts: Sequence[list[int]], namespace: Namespace = ()) -> list[int]:
+    """Answer prompts one after another; give what each found in a cache."""
+    found = []
+    for prompt in prompts:
+        sequence = bench.add(prompt, namespace, max_tokens=2, ignore_eos=True)
+        bench.run_until_idle()
+        found.append(sequence.cached_tokens or 0)
+    return found
+
+
+@pytest.mark.parametrize("copies_early", [False, True])
+@in_flight
+def test_an_evicted_prefix_is_fetched_from_host_memory(
+    max_in_flight: int, copies_early: bool, rng: random.Random
+) -> None:
+    bench = Bench(
+        num_pages=4,
+        page_size=4,
+        num_host_pages=8,
+        copies_early=copies_early,
+        max_in_flight=max_in_flight,
+    )
+    first, second = random_prompt(rng, 13), random_prompt(rng, 13)
+    assert alternate(bench, [first, second, first, second]) == [0, 0, 12, 12]
+    assert bench.host is not None
+    assert bench.host.hit_tokens_total == 24
+    assert bench.host.pages_in_total == 6
+
+
+def test_what_was_fetched_costs_no_copy_when_it_is_evicted_again(rng: random.Random) -> None:
+    bench = Bench(num_pages=4, page_size=4, num_host_pages=16)
+    prompts = [random_prompt(rng, 13) for _ in range(2)]
+    alternate(bench, prompts * 2)
+    assert bench.host is not None
+    pages_out = bench.host.pages_out_total
+    alternate(bench, prompts * 3)
+    assert bench.host.pages_out_total == pages_out
+
+
+def test_without_host_memory_an_evicted_prefix_is_computed_again(rng: random.Random) -> None:
+    bench = Bench(num_pages=4, page_size=4)
+    first, second = random_prompt(rng, 13), random_prompt(rng, 13)
+    assert alternate(bench, [first, second, first]) == [0, 0, 0]
+
+
+def test_a_prefix_that_is_slow_to_fetch_is_computed_again(rng: random.Random) -> None:
+    asked = []
+
+    def is_worth_fetching(num_pages: int, num_tokens: int) -> bool:
+        asked.append((num_pages, num_tokens))
+        return False
+
+    bench = Bench(num_pages=4, page_size=4, num_host_pages=8, is_worth_fetching=is_worth_fetching)
+    first, second = random_prompt(rng, 13), random_prompt(rng, 13)
+    assert alternate(bench, [first, second, first]) == [0, 0, 0]
+    assert set(asked) == {(3, 12)}
+    assert bench.host is not None
+    assert (bench.host.pages_in_total, bench.host.hit_tokens_total) == (0, 0)
+
+
+def test_a_prefix_may_be_in_the_cache_and_its_rest_in_host_memory(rng: random.Random) -> None:
+    asked = []
+
+    def is_worth_fetching(num_pages: int, num_tokens: int) -> bool:
+        asked.append((num_pages, num_tokens))
+        return True
+
+    bench = Bench(num_pages=6, page_size=4, num_host_pages=8, is_worth_fetching=is_worth_fetching)
+    first = random_prompt(rng, 17)
+    # Two pages are free after the first; the second takes two more, the last ones of its prefix.
+    found = alternate(bench, [first, random_prompt(rng, 13), first])
+    assert (found, asked) == ([0, 0, 16], [(2, 8)])
+
+
+def test_salts_keep_pages_of_host_memory_apart(rng: random.Random) -> None:
+    bench = Bench(num_pages=4, page_size=4, num_host_pages=32)
+    first, second = random_prompt(rng, 13), random_prompt(rng, 13)
+    salted = (("salt", "x"),)
+    assert alternate(bench, [first, second], salted) == [0, 0]
+    assert alternate(bench, [first, second]) == [0, 0]
+    assert alternate(bench, [first, second], (("adapter", "1"),)) == [0, 0]
+    assert alternate(bench, [first, second], salted) == [12, 12]
+    assert bench.host is not None
+    assert bench.host.hit_tokens_total == 24
+
+
+def test_an_abort_leaves_fetched_pages_to_the_next(rng: random.Random) -> None:
+    bench = Bench(num_pages=4, page_size=4, num_host_pages=8)
+    first, second = random_prompt(rng, 13), random_prompt(rng, 13)
+    alternate(bench, [first, second])
+    sequence = bench.add(first, max_tokens=2)
+    bench.schedule()
+    assert sequence.cached_tokens == 12
+    bench.finish(sequence.request_id)
+    while bench.launched:
+        bench.complete()
+    assert alternate(bench, [second, first]) == [12, 12]
+
+
+def test_a_preempted_sequence_finds_evicted_pages_in_host_memory(rng: random.Random) -> None:
+    bench = Bench(num_pages=8, page_size=4, num_host_pages=32, max_rows=2)
+    for _ in range(2):
+        bench.add(random_prompt(rng, 12), max_tokens=18, ignore_eos=True)
+    bench.run_until_idle()
+    assert bench.scheduler.preemptions_total > 0
+    assert bench.host is not None
+    assert bench.host.pages_in_total > 0 == bench.host.hit_tokens_total
+
+
+def test_what_a_fault_may_have_spoilt_is_gone_from_host_memory_too(rng: random.Random) -> None:
+    bench = Bench(num_pages=4, page_size=4, num_host_pages=8)
+    first, second = random_prompt(rng, 13), random_prompt(rng, 13)
+    alternate(bench, [first, second])
+    sequence = bench.add(first, max_tokens=2)
+    bench.schedule()
+    bench.finish(sequence.request_id, FinishReason.ERROR)
+    assert alternate(bench, [second, first]) == [12, 0]
+
+
+def test_new_weights_find_nothing_in_host_memory(rng: random.Random) -> None:
+    bench = Bench(num_pages=4, page_size=4, num_host_pages=8)
+    first, second = random_prompt(rng, 13), random_prompt(rng, 13)
+    alternate(bench, [first, second])
+    bench.pool.clear_cache()
+    assert bench.host is not None
+    assert bench.host.num_free == 8
+    assert alternate(bench, [first]) == [0]
+
+
 # --- Everything at once
 
 
@@ -945,6 +1124,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_waiting=st.integers(1, 8),
         max_in_flight=st.integers(1, 3),
         runs_late=st.booleans(),
+        num_host_pages=st.integers(0, 8),
+        copies_early=st.booleans(),
+        fetches=st.sampled_from(["always", "at times", "never"]),
         seed=st.integers(0, 2**16),
     )
     def start(
@@ -958,8 +1140,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_waiting: int,
         max_in_flight: int,
         runs_late: bool,
+        num_host_pages: int,
+        copies_early: bool,
+        fetches: str,
         seed: int,
     ) -> None:
+        rng = random.Random(seed)
         self.bench = Bench(
             num_pages=num_pages,
             page_size=page_size,
@@ -970,8 +1156,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_waiting=max_waiting,
             max_in_flight=max_in_flight,
             runs_late=runs_late,
+            num_host_pages=num_host_pages if prefix_cache else 0,
+            copies_early=copies_early,
+            is_worth_fetching=lambda *what: (
+                fetches == "always" or (fetches == "at times" and rng.random() < 0.5)
+            ),
         )
-        rng = random.Random(seed)
         self.prompts = [random_prompt(rng, 40) for _ in range(2)]
 
     @rule(
@@ -1036,6 +1226,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_ids = self.bench.scheduler.live_request_ids
         reason = data.draw(st.sampled_from([FinishReason.ABORT, FinishReason.ERROR]))
         self.bench.finish(data.draw(st.sampled_from(request_ids)), reason)
+
+    @rule(num_pages=st.integers(1, 10))
+    def evict(self, num_pages: int) -> None:
+        """Let another take pages that are cached, and give them back unused."""
+        pool = self.bench.pool
+        count = min(num_pages, pool.num_available)
+        if count:
+            stranger = PageTable("stranger", (("salt", "stranger"),))
+            pool.allocate(stranger, [0] * (count * pool.page_size), count=False)
+            pool.free(stranger)
+            self.bench.check()
 
     @precondition(lambda self: self.bench.scheduler.num_running)
     @rule(data=st.data())

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from treadle.ir.errors import QueueFullError, TreadleError
+from treadle.runtime.host_pages import HostStats
 from treadle.runtime.request import (
     Delta,
     FinishReason,
@@ -45,6 +46,7 @@ class FakeStats:
     prompt_tokens_total: int
     generation_tokens_total: int
     preemptions_total: int
+    host: HostStats
 
 
 def say(text: str | bytes, *, then: int) -> NextToken:
@@ -144,6 +146,7 @@ class FakeEngine:
     failure: TreadleError | None = None
     is_stuck: bool = False
     aborts: int = 0
+    host: HostStats = field(default_factory=HostStats)
     live: dict[str, FakeGeneration] = field(default_factory=dict)
     seen: deque[tuple[tuple[int, ...], SamplingParams]] = field(
         default_factory=lambda: deque(maxlen=256)
@@ -216,6 +219,7 @@ class FakeEngine:
             prompt_tokens_total=self._prompt_tokens,
             generation_tokens_total=self._generation_tokens,
             preemptions_total=0,
+            host=self.host,
         )
 
     async def drain(self, deadline_s: float) -> None:

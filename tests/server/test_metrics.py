@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from treadle.runtime.host_pages import HostStats
+
 from .fake_engine import say
 from .live import LiveServer
 
@@ -50,6 +52,28 @@ def test_times_and_tokens_of_answers_are_counted(server: LiveServer) -> None:
     assert 0.005 < found["treadle_time_per_output_token_seconds_sum"] / 2 < 1
     assert found["treadle_prefix_cache_queries_total"] > found["treadle_prefix_cache_hits_total"]
     assert found['treadle_answers_total{"endpoint": "chat", "finish_reason": "stop"}'] == 1
+
+
+def test_the_figures_of_host_memory_are_the_engine_s(start_fake: Any) -> None:
+    host = HostStats(
+        pages_total=100,
+        pages_free=40,
+        hit_tokens_total=320,
+        pages_out_total=70,
+        pages_in_total=20,
+        bytes_out_total=7000,
+        bytes_in_total=2000,
+    )
+    found = samples(start_fake(host=host))
+    assert {name: value for name, value in found.items() if "host" in name} == {
+        "treadle_kv_host_pages": 100,
+        "treadle_kv_host_pages_free": 40,
+        "treadle_prefix_cache_host_hits_total": 320,
+        "treadle_kv_host_pages_out_total": 70,
+        "treadle_kv_host_pages_in_total": 20,
+        "treadle_kv_host_bytes_out_total": 7000,
+        "treadle_kv_host_bytes_in_total": 2000,
+    }
 
 
 def test_dashboards_made_for_vllm_find_their_names(server: LiveServer) -> None:
