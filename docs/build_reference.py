@@ -36,6 +36,7 @@ from treadle.models.config import ModelConfig, from_hf  # noqa: E402
 from treadle.models.defaults import DEFAULTS  # noqa: E402
 from treadle.runtime import answer_formats, call_formats, pipeline_config  # noqa: E402
 from treadle.runtime.compiler import FORMS  # noqa: E402
+from treadle.runtime.engine import EngineStats  # noqa: E402
 from treadle.runtime.planner import RESAMPLE  # noqa: E402
 from treadle.server import (  # noqa: E402
     app,
@@ -688,8 +689,8 @@ class _NoEngine:
 
     ready = False
 
-    def stats(self) -> Any:
-        return self
+    def stats(self) -> EngineStats:
+        return EngineStats()
 
     def __getattr__(self, name: str) -> int:
         return 0

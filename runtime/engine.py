@@ -555,7 +555,7 @@ class Engine:
         pool = self.model.scheduler.pool
         if pool.host is None or (plan.page_copies is not None and plan.page_copies.pages_in):
             return
-        num_tokens = plan.num_tokens - plan.num_decode
+        num_tokens = sum(each.stop - each.start for each in plan.chunks if not each.scores)
         if num_tokens >= pool.page_size:
             pool.host.prefills.add(num_tokens, seconds)
 

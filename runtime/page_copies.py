@@ -20,6 +20,8 @@ from treadle.runtime.host_pages import HostPages, PageCopies
 from treadle.runtime.state import DeviceState
 
 STAGING_BYTES = 64 * 2**20  # on the device; at least a page
+# Of copies of fewer pages, launches take the time: they say little about a long prefix.
+MIN_TIMED_PAGES = 8
 _WORD = torch.int64
 
 
@@ -28,8 +30,8 @@ class PageCopier:
 
     On a GPU the memory is page-locked, and copies run on a stream of their own. They wait for no
     step: nothing in flight uses their pages (`StepPlan.page_copies`); the step that is launched
-    next waits for them. On the CPU they are made at once. What each copy took is told to `host`,
-    beginning with one that is made here; the pages' content stays as it is.
+    next waits for them. On the CPU they are made at once. What larger copies took is told to
+    `host`, beginning with one that is made here; the pages' content stays as it is.
 
     Raises: MachineError: the memory can't be had or locked.
     """
@@ -60,18 +62,16 @@ class PageCopier:
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()
         self._measure()
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of host memory."""
-        return self._memory.nbytes
-
     def run(self, copies: PageCopies) -> None:
         """Begin the copies; what is launched on the current stream from here on waits for them."""
-        num_bytes = (len(copies.pages_out) + len(copies.pages_in)) * self._host.page_bytes
+        num_pages = len(copies.pages_out) + len(copies.pages_in)
+        num_bytes = num_pages * self._host.page_bytes
+        is_timed = num_pages >= min(MIN_TIMED_PAGES, self._batch)
         if self._stream is None:
             began_s = time.perf_counter()
             self._copy(copies)
-            self._host.copies.add(num_bytes, time.perf_counter() - began_s)
+            if is_timed:
+                self._host.copies.add(num_bytes, time.perf_counter() - began_s)
             return
         self._note_times()
         steps = torch.cuda.current_stream(self._stream.device)
@@ -81,7 +81,8 @@ class PageCopier:
             self._copy(copies)
             ended.record()
         steps.wait_event(ended)
-        self._timed.append((began, ended, num_bytes))
+        if is_timed:
+            self._timed.append((began, ended, num_bytes))
 
     def _note_times(self) -> None:
         while self._timed and self._timed[0][1].query():
@@ -116,6 +117,8 @@ class PageCopier:
             if self._stream is None:
                 self._copy(PageCopies(pages, pages))
             else:
+                # The caches may still be being filled with zeros.
+                self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
                 with torch.cuda.stream(self._stream):
                     self._copy(PageCopies(pages, pages))
                 self._stream.synchronize()
