@@ -277,11 +277,10 @@ def load_model(
         "weights": f"{loaded.weight_bytes / 2**20:.0f} MiB",
         "workspace": f"{(loaded.workspace_bytes + state.num_bytes) / 2**20:.0f} MiB",
         "KV cache": _describe_cache(state, config),
+        **({} if host is None else {"KV host memory": _describe_host(host, config)}),
         "largest batch": f"{config.max_rows} requests, {config.max_step_tokens} tokens a step",
         "start-up": timer.finish(),
     }
-    if host is not None:
-        summary["KV host memory"] = _describe_host(host, config)
     if pooling:
         summary["embeddings"] = f"{pooling} of the hidden states"
     if warnings:
