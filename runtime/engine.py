@@ -53,7 +53,11 @@ class LoadedModel:
 
 
 class EngineStats(NamedTuple):
-    """Give the engine's gauges and counters at one moment."""
+    """Give the engine's gauges and counters at one moment.
+
+    `last_step_age_s` is the time since a step was completed, `step_in_flight_s` the time that the
+    worker has waited for the one it waits for now; 0 while it waits for none.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -61,6 +65,7 @@ class EngineStats(NamedTuple):
     pages_free: int = 0
     steps_total: int = 0
     last_step_age_s: float = 0.0
+    step_in_flight_s: float = 0.0
     jit_compiles_total: int = 0
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
@@ -206,6 +211,7 @@ class Engine:
         self._numbers = itertools.count()
         self._stats = EngineStats()
         self._last_step_at = time.monotonic()
+        self._waits_since: float | None = None  # for a step, while one is in flight
         self._all_done = asyncio.Event()
         # What the worker has not told yet of the step that it completed last.
         self._news: list[_News] = []
@@ -407,8 +413,12 @@ class Engine:
         return generation
 
     def stats(self) -> EngineStats:
-        """Give the counters as of the last step."""
-        return self._stats
+        """Give the counters as of the last step, and its age as of now: the worker may hang."""
+        now_s, waits_since = time.monotonic(), self._waits_since
+        return self._stats._replace(
+            last_step_age_s=now_s - self._last_step_at,
+            step_in_flight_s=0.0 if waits_since is None else now_s - waits_since,
+        )
 
     async def drain(self, deadline_s: float) -> None:
         """Refuse new requests, let the running ones end, abort those left after `deadline_s`."""
@@ -504,6 +514,7 @@ class Engine:
                 lap(SCHEDULE)
             if plan is not None:
                 began_s = time.monotonic()
+                self._waits_since = self._waits_since or began_s
                 in_flight.append((plan, executor.launch(plan), began_s))
                 if len(in_flight) < scheduler.max_in_flight:
                     continue
@@ -511,6 +522,7 @@ class Engine:
                 # Only now that the device has work: the event loop takes Python's lock for it.
                 self._publish_step()
                 self._complete(*in_flight.popleft())
+                self._waits_since = self._last_step_at if in_flight else None
                 if not in_flight:
                     self._publish_step()
             elif not self._commands:
@@ -575,7 +587,6 @@ class Engine:
             pages_total=pool.num_pages,
             pages_free=pool.num_available,
             steps_total=counted.steps_total + scheduler.steps_total,
-            last_step_age_s=time.monotonic() - self._last_step_at,
             jit_compiles_total=counted.jit_compiles_total + model.count_jit_compiles(),
             prompt_tokens_total=counted.prompt_tokens_total + scheduler.prompt_tokens_total,
             generation_tokens_total=counted.generation_tokens_total

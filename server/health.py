@@ -33,11 +33,12 @@ async def health(request: web.Request) -> web.Response:
         return _not_well("failed", f"{engine.failure}"[:1000])
     stats = engine.stats()
     limit_s = app[OPTIONS].stuck_after_s
-    if engine.ready and stats.running and stats.last_step_age_s > limit_s:
+    # Requests that run without a step, or a step that does not end.
+    without_step_s = stats.last_step_age_s if stats.running else 0.0
+    stuck_s = max(without_step_s, stats.step_in_flight_s)
+    if engine.ready and stuck_s > limit_s:
         return _not_well(
-            "stuck",
-            f"{stats.running} requests run and no step was completed in the last "
-            f"{stats.last_step_age_s:.0f} s.",
+            "stuck", f"Requests run and no step was completed in the last {stuck_s:.0f} s."
         )
     return web.json_response({"status": "alive", "phase": _phase(app)})
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoints import load_oracle, make_llama, oracle_greedy
 from tests.runtime.serving import answer, answers, compile_tiny, serving
 from treadle.ir.errors import QueueFullError, RequestError
+from treadle.runtime.executor import StepResult
 from treadle.runtime.request import Delta, FinishReason, SamplingParams, collect
 
 VARIANTS: dict[str, dict[str, object]] = {
@@ -222,5 +225,37 @@ def test_a_stop_string_ends_the_request_in_the_engine_too(tmp_path: Path) -> Non
             )
             assert cut.finish_reason is FinishReason.STOP and cut.stop_reason == stop
             assert cut.text == whole.text[: whole.text.index(stop)]
+
+    asyncio.run(run())
+
+
+def test_a_step_that_does_not_end_is_told_while_it_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = compile_tiny(make_llama(tmp_path / "model"), tmp_path / "artifact")
+    goes_on = threading.Event()
+    tokens = StepResult.tokens
+
+    def hang(result: StepResult) -> Any:
+        goes_on.wait()
+        return tokens(result)
+
+    async def run() -> None:
+        async with serving(artifact) as engine:
+            assert engine.stats().step_in_flight_s == 0.0
+            monkeypatch.setattr(StepResult, "tokens", hang)
+            asking = asyncio.create_task(answer(engine, [1, 2, 3], max_tokens=2, ignore_eos=True))
+            try:
+                async with asyncio.timeout(20):
+                    while engine.stats().step_in_flight_s < 0.2:
+                        await asyncio.sleep(0.01)
+            finally:
+                goes_on.set()
+            await asking
+            async with asyncio.timeout(20):
+                # A step that was begun ahead may still be on its way.
+                while engine.stats().step_in_flight_s:
+                    await asyncio.sleep(0.01)
+            assert engine.stats().last_step_age_s < 20
 
     asyncio.run(run())

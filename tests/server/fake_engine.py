@@ -42,6 +42,7 @@ class FakeStats:
     pages_free: int
     steps_total: int
     last_step_age_s: float
+    step_in_flight_s: float
     jit_compiles_total: int
     prompt_tokens_total: int
     generation_tokens_total: int
@@ -215,6 +216,7 @@ class FakeEngine:
             pages_free=64 - pages,
             steps_total=self._steps,
             last_step_age_s=1e6 if self.is_stuck else 0.0,
+            step_in_flight_s=0.0,
             jit_compiles_total=0,
             prompt_tokens_total=self._prompt_tokens,
             generation_tokens_total=self._generation_tokens,
