@@ -112,6 +112,12 @@ _ANTHROPIC_ERROR = {
 }
 _NOT_WELL = {"type": "object", "required": ["status", "phase"]}
 
+# One event of a stream. An OpenAPI document can't say how many follow.
+_EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+}
+
 
 def add_routes(app: web.Application) -> None:
     """Add the document of all routes that are there by now."""
@@ -182,7 +188,7 @@ def _responses(path: str) -> dict[str, Any]:
         schema = {"type": "object", "required": list(ANSWERS.get(path, ()))}
         good = {"application/json": {"schema": schema}}
     if path in STREAMS:
-        good["text/event-stream"] = {"schema": {"type": "string"}}
+        good["text/event-stream"] = {"schema": _EVENT}
     name = "AnthropicError" if path in ANTHROPIC_PATHS else "Error"
     error: dict[str, Any] = {"schema": {"$ref": f"#/components/schemas/{name}"}}
     if path in ("/health", "/ready"):
