@@ -22,7 +22,7 @@ from treadle.bench.random_models import CONFIGS, build_engine, build_graphs  # n
 from treadle.bench.rows import Row, conditions, with_goal, write_rows  # noqa: E402
 from treadle.bench.timing import time_us  # noqa: E402
 from treadle.ir.graph import Graph, Op  # noqa: E402
-from treadle.kernels.lower import Candidate, Situation  # noqa: E402
+from treadle.kernels.lower.candidates import Candidate, Situation  # noqa: E402
 from treadle.runtime import machine  # noqa: E402
 from treadle.runtime.config import KV_DTYPES, EngineConfig  # noqa: E402
 from treadle.runtime.state import page_bytes  # noqa: E402

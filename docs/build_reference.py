@@ -29,8 +29,10 @@ from treadle.ir.graph import Graph, Op  # noqa: E402
 from treadle.ir.ops.definition import OpDef  # noqa: E402
 from treadle.ir.ops.registry import REGISTRY  # noqa: E402
 from treadle.ir.text import print_op  # noqa: E402
-from treadle.kernels import emit, schedule  # noqa: E402
-from treadle.kernels.lower import Situation, lower  # noqa: E402
+from treadle.kernels import emit  # noqa: E402
+from treadle.kernels.lower.by_kind import lower  # noqa: E402
+from treadle.kernels.lower.candidates import Situation  # noqa: E402
+from treadle.kernels.schedule.linears import GEMV_ROWS  # noqa: E402
 from treadle.models import registry  # noqa: E402
 from treadle.models.config import ModelConfig, from_hf  # noqa: E402
 from treadle.models.defaults import DEFAULTS  # noqa: E402
@@ -143,7 +145,7 @@ OWN: dict[str, dict[str, object]] = {
 # (form of graph, largest dims of its buckets)
 BUCKETS: tuple[tuple[str, int], ...] = (
     ("decode.few", 1),
-    ("decode.few", schedule.GEMV_ROWS),
+    ("decode.few", GEMV_ROWS),
     ("decode", 32),
     ("decode", 256),
     ("mixed", 16),

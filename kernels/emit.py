@@ -2,7 +2,7 @@
 
 A template is a legal Triton file; emission replaces its facts, its schedule, its hook lines and
 what it imports of `parts/` (`inline.py`), and leaves every other line as it is. Must not know
-graphs or ops: they arrive as lines of text. Called by `lower.py`; `epilogue.py` writes the hook
+graphs or ops: they arrive as lines of text. Called by `lower/`; `epilogue.py` writes the hook
 lines.
 """
 

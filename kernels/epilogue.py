@@ -1,7 +1,7 @@
 """Turn a linear and what is fused with it into the hook lines of a matmul template.
 
 Knows the names that matmul templates use and what each pointwise op computes; must not know
-schedules. Called by `lower.py`, which hands the lines to `emit.py`.
+schedules. Called by `lower/`, which hands the lines to `emit.py`.
 """
 
 from __future__ import annotations

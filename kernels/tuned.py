@@ -14,7 +14,7 @@ from pathlib import Path
 from treadle.ir.errors import ConfigError
 from treadle.ir.files import write_whole
 from treadle.ir.graph import Graph, Op, fingerprint
-from treadle.kernels.lower import Candidate, Situation
+from treadle.kernels.lower.candidates import Candidate, Situation
 
 SHIPPED = Path(__file__).parent / "tuned_tables"
 # What to take for a GPU that is named by its architecture only, when compiling ahead of time.

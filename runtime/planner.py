@@ -1,7 +1,7 @@
 """Decide the programs of an engine: which graph serves which bucket, by which kernels and buffers.
 
 Called by the compiler; what it writes, `loading.py` reads. Knows kernels only through
-`kernels/lower.py`.
+`kernels/lower/`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from typing import Any
 
 from treadle.ir.graph import Graph, Op, fingerprint
 from treadle.ir.memory import plan_buffers
-from treadle.kernels.lower import (
-    Candidate,
-    Situation,
-    local_name,
-    lower,
-    without_unsafe_pdl,
-)
-from treadle.kernels.schedule import GEMV_ROWS, JOINED_ROWS
+from treadle.kernels.lower.by_kind import lower
+from treadle.kernels.lower.candidates import Candidate, Situation
+from treadle.kernels.lower.dependent_launch import without_unsafe_pdl
+from treadle.kernels.lower.header import local_name
+from treadle.kernels.schedule.attention import JOINED_ROWS
+from treadle.kernels.schedule.linears import GEMV_ROWS
 from treadle.runtime.config import EngineConfig, decode_buckets, mixed_buckets
 from treadle.runtime.state import state_dims
 
@@ -34,7 +32,7 @@ RESAMPLE = "resample"
 class LaunchPlan:
     """Plan one launch: the op it computes, the kernel's module and what its `launch` takes.
 
-    `arguments` are written as in `kernels.lower.Candidate`.
+    `arguments` are written as in `kernels.lower.candidates.Candidate`.
     """
 
     op: str

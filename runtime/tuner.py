@@ -26,7 +26,8 @@ from treadle.ir.cost import op_cost
 from treadle.ir.errors import KernelError
 from treadle.ir.graph import Graph, Op, fingerprint
 from treadle.kernels.cross_compile import Job, Outcome, compile_many
-from treadle.kernels.lower import Candidate, Situation, lower
+from treadle.kernels.lower.by_kind import lower
+from treadle.kernels.lower.candidates import Candidate, Situation
 from treadle.kernels.tuned import TunedTable, tuning_key
 from treadle.runtime import planner
 from treadle.runtime.binaries import launch_arguments

@@ -101,7 +101,7 @@ def test_an_op_is_lowered_alone_or_inside_a_fused_one(kind: str) -> None:
     kernels = reference_pages().kernels_of(kind)
     assert kernels, (
         f"no kernel of any model family computes `{kind}`: it needs a lowering in "
-        "kernels/lower.py, or an expression in kernels/epilogue.py and a rule in ir/fuse.py"
+        "kernels/lower/, or an expression in kernels/epilogue.py and a rule in ir/fuse.py"
     )
     assert all(stems <= set(TEMPLATES) for stems in kernels.values())
 

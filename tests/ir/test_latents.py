@@ -14,7 +14,8 @@ from treadle.ir.ops.registry import infer_types, make_params
 from treadle.ir.pipeline import run_passes
 from treadle.ir.text import parse_graph, print_graph
 from treadle.ir.types import parse_type
-from treadle.kernels.lower import Situation, lower
+from treadle.kernels.lower.by_kind import lower
+from treadle.kernels.lower.candidates import Situation
 
 HEADS, NOPE, ROPE, RANK, VALUE = 2, 24, 16, 48, 40
 Q_DIM = NOPE + ROPE

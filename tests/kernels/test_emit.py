@@ -28,7 +28,8 @@ from treadle.kernels.emit import (
 from treadle.kernels.epilogue import TILES, lower_linear
 from treadle.kernels.inline import inline_parts
 from treadle.kernels.load import load_module, write_module
-from treadle.kernels.lower import Situation, lower
+from treadle.kernels.lower.by_kind import lower
+from treadle.kernels.lower.candidates import Situation
 
 from ..golden import Golden
 from .linear_cases import Case, emit_case

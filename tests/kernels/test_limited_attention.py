@@ -14,7 +14,8 @@ from treadle.ir.builder import GraphBuilder
 from treadle.ir.graph import Graph
 from treadle.ir.kv_cache import KV_FORMATS
 from treadle.kernels.load import load_module, write_module
-from treadle.kernels.lower import Situation, lower
+from treadle.kernels.lower.by_kind import lower
+from treadle.kernels.lower.candidates import Situation
 from treadle.kernels.reference.attention import attention
 
 from .paged_inputs import PagedInputs

@@ -14,12 +14,11 @@ from treadle.ir.graph import Graph, Op
 from treadle.ir.kv_cache import KV_FORMATS
 from treadle.ir.pipeline import run_passes
 from treadle.ir.text import parse_graph
-from treadle.kernels.lower import Candidate, Situation, lower, without_unsafe_pdl
-from treadle.kernels.schedule import (
-    GEMV_ROWS,
-    attention_prefill_schedules,
-    within_shared_memory,
-)
+from treadle.kernels.lower.by_kind import lower
+from treadle.kernels.lower.candidates import Candidate, Situation
+from treadle.kernels.lower.dependent_launch import without_unsafe_pdl
+from treadle.kernels.schedule.attention import attention_prefill_schedules, within_shared_memory
+from treadle.kernels.schedule.linears import GEMV_ROWS
 from treadle.models.config import from_hf
 from treadle.models.registry import build_graph
 from treadle.runtime.compiler import FORMS

@@ -10,7 +10,7 @@ from treadle.ir.kv_cache import KV_FORMATS
 from treadle.ir.types import TensorType
 from treadle.kernels.cross_compile import Job, compile_many
 from treadle.kernels.emit import Header, emit_module, read_template
-from treadle.kernels.schedule import attention_decode_quantised_schedules
+from treadle.kernels.schedule.attention import attention_decode_quantised_schedules
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, TOKENS = 32, 8, 128, 64, 64
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "gfx942": 65536}

@@ -16,7 +16,8 @@ from treadle.ir.graph import Graph, Op
 from treadle.ir.kv_cache import KV_FORMATS
 from treadle.ir.pipeline import run_passes
 from treadle.kernels.emit import read_template
-from treadle.kernels.lower import Candidate, Situation, lower
+from treadle.kernels.lower.by_kind import lower
+from treadle.kernels.lower.candidates import Candidate, Situation
 from treadle.kernels.tuned import (
     SHIPPED,
     TYPICAL_GPU,

@@ -11,7 +11,8 @@ import pytest
 
 from tests.ir.toy import CONFIG
 from treadle.ir.graph import Op
-from treadle.kernels.schedule import GEMV_ROWS, JOINED_ROWS
+from treadle.kernels.schedule.attention import JOINED_ROWS
+from treadle.kernels.schedule.linears import GEMV_ROWS
 from treadle.models.config import from_hf
 from treadle.runtime import planner
 from treadle.runtime.compiler import Compilation, build

@@ -15,7 +15,8 @@ from tests.ir.toy import toy_graph
 from treadle.ir.errors import ConfigError
 from treadle.ir.graph import Op
 from treadle.ir.pipeline import run_passes
-from treadle.kernels.lower import Candidate, lower
+from treadle.kernels.lower.by_kind import lower
+from treadle.kernels.lower.candidates import Candidate
 from treadle.kernels.tuned import TunedTable
 from treadle.runtime import tuner
 from treadle.runtime.config import EngineConfig

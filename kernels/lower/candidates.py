@@ -1,6 +1,7 @@
 """One way to compute an op, as lowering offers it, and what such ways depend on.
 
-Knows templates by name and how a module is emitted; must not know ops. Made by `lower.py`.
+Knows templates by name and how a module is emitted; must not know ops. Made by the lowerings
+beside it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from treadle.kernels.emit import Fact, Header, Hooks, emit_module, read_template
-from treadle.kernels.schedule import INTERPRETER, Schedule
+from treadle.kernels.schedule.machine import INTERPRETER, Schedule
 
 
 @dataclass(frozen=True)
