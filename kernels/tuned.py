@@ -7,7 +7,7 @@ by the planner, which looks up.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from treadle.ir.errors import ConfigError
 from treadle.ir.files import write_whole
 from treadle.ir.graph import Graph, Op, fingerprint
 from treadle.kernels.lower.candidates import Candidate, Situation
+from treadle.kernels.near_sizes import nearest
 
 SHIPPED = Path(__file__).parent / "tuned_tables"
 # What to take for a GPU that is named by its architecture only, when compiling ahead of time.
@@ -35,6 +36,16 @@ class Choice:
     def is_of(self, candidate: Candidate) -> bool:
         """Say whether this candidate is the one that won."""
         return (candidate.template, candidate.schedule) == (self.template, self.schedule)
+
+    def most_like(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """Give the candidate that won, or else the first that differs in one setting only."""
+        rivals = [each for each in candidates if each.template == self.template]
+        for allowed in (0, 1):
+            for each in rivals:
+                differing = self.schedule.items() ^ each.schedule.items()
+                if len({name for name, _ in differing}) <= allowed:
+                    return each
+        return None
 
 
 @dataclass(frozen=True)
@@ -67,21 +78,26 @@ class TunedTable:
         *,
         on_stale: Callable[[str], None],
     ) -> Candidate:
-        """Choose the tuned candidate, or the default where this key was never tuned.
+        """Choose the tuned candidate, or for a key never tuned what won for the nearest sizes.
 
-        A choice that is no candidate any more, because the templates changed since it was tuned, is
-        told to `on_stale`, and the default taken: it is right, only perhaps slower.
+        One setting may differ from what won: how many splits are offered depends on the window, not
+        on the key. Where nothing near was tuned, the first candidate. So too where a choice is no
+        candidate any more because the templates changed since it was tuned, which `on_stale` is
+        told: it is right, only perhaps slower.
         """
         first = next(candidates)
         key = tuning_key(first, op, graph, where)
         choice = self.choices.get(key)
-        if choice is None or choice.is_of(first):
+        if choice is not None and choice.is_of(first):
             return first
-        for candidate in candidates:
-            if choice.is_of(candidate):
-                return candidate
-        on_stale(f"{key}: the tuned {choice} is not offered any more, the default is used")
-        return first
+        offered = [first, *candidates]
+        if choice is not None:
+            found = choice.most_like(offered)
+            if found is None:
+                on_stale(f"{key}: the tuned {choice} is not offered any more, the default is used")
+            return found or first
+        like = (self.choices[near].most_like(offered) for near in nearest(key, self.choices))
+        return next((candidate for candidate in like if candidate is not None), first)
 
     def text(self) -> str:
         """Give the table as JSON, in the order of its keys."""

@@ -18,6 +18,7 @@ from treadle.ir.pipeline import run_passes
 from treadle.kernels.emit import read_template
 from treadle.kernels.lower.by_kind import lower
 from treadle.kernels.lower.candidates import Candidate, Situation
+from treadle.kernels.near_sizes import nearest
 from treadle.kernels.tuned import (
     SHIPPED,
     TYPICAL_GPU,
@@ -126,6 +127,94 @@ def test_a_key_tells_buckets_steps_sizes_and_dtypes_apart() -> None:
         tuning_key(next(lower(layer, wider, WHERE)), layer, wider, WHERE),
     ]
     assert len(set(keys)) == len(keys)
+
+
+def test_a_choice_that_is_offered_with_one_other_setting_is_taken_with_that(rng_seed: int) -> None:
+    graph, (layer, *_) = toy_linears()
+    candidates = list(lower(layer, graph, WHERE))
+    wanted = random.Random(rng_seed).choice(candidates[1:])
+    schedule = dict(wanted.schedule) | {"num_stages": 99}
+    key = tuning_key(candidates[0], layer, graph, WHERE)
+    table = TunedTable("GPU of tests").with_choice(key, wanted.template, schedule)
+    chosen, stale = choose(table, layer, graph)
+    assert chosen.template == wanted.template
+    assert chosen.schedule == {**schedule, "num_stages": chosen.schedule["num_stages"]}
+    assert stale == []
+
+
+def test_a_longer_window_keeps_what_was_tuned_for_attention() -> None:
+    table = shipped_table("NVIDIA H200")
+    model = from_hf({**CONFIGS["llama-3.1-8b"], "num_hidden_layers": 1})
+    authored = build_graph(model, step="decode", dtype="bf16", page_size=64)
+    graph, _ = run_passes(authored, few_tokens=False)
+    op = next(op for op in graph.ops if any(inner.kind == "attention" for inner in op.plain))
+    found, stale = [], []
+    for window in (1536, 4096, 131072):
+        dims = {"T": 8, "B": 8, "R": 256, "M": window // 64, "P": 8192, "C": window}
+        where = Situation(dims, "decode", "cuda", "sm_90")
+        chosen = table.choose(op, graph, where, lower(op, graph, where), on_stale=stale.append)
+        found.append({**chosen.schedule, "MAX_SPLITS": 0})
+    assert found[0] == found[1] == found[2]
+    assert stale == []
+
+
+def test_where_nothing_was_tuned_the_nearest_rows_decide(rng_seed: int) -> None:
+    graph, (layer, *_) = toy_linears()
+    candidates = list(lower(layer, graph, WHERE))
+    near, far = random.Random(rng_seed).sample(candidates[1:], 2)
+    table = TunedTable("GPU of tests")
+    for rows, wanted in ((16, near), (8, far)):
+        where = replace(WHERE, dims={**WHERE.dims, "T": rows, "B": rows})
+        key = tuning_key(candidates[0], layer, graph, where)
+        table = table.with_choice(key, wanted.template, wanted.schedule)
+    chosen, stale = choose(table, layer, graph)
+    assert (chosen.template, chosen.schedule) == (near.template, near.schedule)
+    assert stale == []
+
+
+def test_what_won_nearby_but_is_not_offered_here_gives_way_to_the_next(rng_seed: int) -> None:
+    graph, (layer, *_) = toy_linears()
+    candidates = list(lower(layer, graph, WHERE))
+    wanted = random.Random(rng_seed).choice(candidates[1:])
+    mixed = replace(WHERE, step="mixed", dims={**WHERE.dims, "T": 64, "B": 32})
+    table = TunedTable("GPU of tests")
+    table = table.with_choice(
+        tuning_key(candidates[0], layer, graph, mixed), "matmul", {"BLOCK_N": 7}
+    )
+    mixed = replace(mixed, dims={**WHERE.dims, "T": 128, "B": 32})
+    key = tuning_key(candidates[0], layer, graph, mixed)
+    chosen, _ = choose(table.with_choice(key, wanted.template, wanted.schedule), layer, graph)
+    assert (chosen.template, chosen.schedule) == (wanted.template, wanted.schedule)
+
+
+@pytest.mark.parametrize(
+    ("key", "other", "is_near"),
+    [
+        ("linear/K=4096,N=6144/bf16/decode/8", "linear/K=2560,N=4096/bf16/decode/8", True),
+        ("linear/K=4096,N=6144/bf16/decode/8", "linear/K=1024,N=6144/bf16/decode/8", False),
+        ("linear/K=4096,N=6144/bf16/decode/8", "linear/K=4096,N=6144/f32/decode/8", False),
+        ("linear/K=4096,N=6144/bf16/decode/8", "linear/K=4096,N=6144/bf16/mixed/32", True),
+        ("linear/K=4096,N=6144/bf16/decode/8", "linear/K=4096,N=6144/bf16/decode/64", False),
+        ("norm/EPS=1e-05,HIDDEN=64/bf16/decode/8", "norm/EPS=1e-06,HIDDEN=96/bf16/decode/8", True),
+        ("norm/HIDDEN=64,GATHER=True/bf16/decode/8", "norm/HIDDEN=64/bf16/decode/8", False),
+        ("a/HEAD_DIM=64/bf16/decode/8", "a/HEAD_DIM=128/bf16/decode/8", False),
+        (
+            "a/NUM_HEADS=32,NUM_KV_HEADS=8/bf16/decode/8",
+            "a/NUM_HEADS=16,NUM_KV_HEADS=4/bf16/decode/8",
+            True,
+        ),
+        (
+            "a/NUM_HEADS=32,NUM_KV_HEADS=8/bf16/decode/8",
+            "a/NUM_HEADS=32,NUM_KV_HEADS=4/bf16/decode/8",
+            False,
+        ),
+        ("a/b", "a/c", False),
+    ],
+)
+def test_near_are_widths_and_rows_within_a_few_times_and_nothing_else(
+    key: str, other: str, is_near: bool
+) -> None:
+    assert list(nearest(key, [key, other])) == ([other] if is_near else [])
 
 
 def test_a_gpu_that_was_never_tuned_has_an_empty_table() -> None:
