@@ -32,15 +32,19 @@ def attention_decode_schedules(
         shapes = [(64, 4, 3), (32, 1, 5), (64, 2, 3), (32, 2, 5), (32, 4, 3)]
     else:
         shapes = [(64, 4, 3), (64, 4, 2), (64, 2, 3), (128, 4, 3), (64, 8, 3), (32, 2, 7)]
+        # Small tiles leave room for more programs, as quantised caches like it.
+        shapes += [(32, 2, 3), (32, 1, 3), (32, 1, 4), (32, 2, 4), (64, 2, 2)]
     for index, (block_tokens, warps, stages) in enumerate(shapes):
-        several = [splits, splits * 2, max(1, splits // 2)] if index < 3 else [splits]
+        several = [splits, splits * 2, max(1, splits // 2)]
+        if 3 <= index < 6:
+            several = [splits]
         for number in dict.fromkeys(several):
             for use_pdl in pdl_choices(machine)[: 2 if number == splits else 1]:
                 yield _attention_decode(block_tokens, number, 128, warps, stages, use_pdl=use_pdl)
     use_pdl = machine in HAS_TMA
     if use_pdl:
         # The weights that the next kernel fetches early come after this one's keys and values.
-        for block_tokens, warps, stages in shapes[:3]:
+        for block_tokens, warps, stages in (*shapes[:3], *shapes[6:9]):
             for number in dict.fromkeys((splits, splits * 2)):
                 yield _attention_decode(
                     block_tokens, number, 128, warps, stages, use_pdl=True, late=True

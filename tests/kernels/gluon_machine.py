@@ -1,6 +1,6 @@
 """Run a warp-specialised Gluon module on threads and numpy: its barriers and its order of stages.
 
-Gluon has no interpreter. This one knows just what `matmul_gluon` and `matmul_stream` use: a group
+Gluon has no interpreter. This one knows just what the templates of matmuls use: a group
 of warps is one thread, a fetch happens some time after it is asked for, a product reads its stage
 as late as its wait allows, so that a stage filled too early gives a wrong result and a missing
 arrival a time-out.
@@ -17,6 +17,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 
 DEADLINE_S = 20.0
+BETWEEN_PROGRAMS = ("hand_over", "take_over")
 
 
 class Memory:
@@ -135,6 +137,8 @@ def multiply_at_once(x: np.ndarray, w: np.ndarray, acc: np.ndarray) -> np.ndarra
 class Result(np.ndarray):
     """Values in registers."""
 
+    type = types.SimpleNamespace(layout=None)
+
     def to(self, dtype: Any) -> np.ndarray:
         return np.asarray(self)
 
@@ -150,7 +154,11 @@ class Pointer:
         return Pointer(self.tensor, self.offsets + offsets)
 
 
-def write(address: Pointer, values: np.ndarray, mask: np.ndarray) -> None:
+def read(address: Pointer) -> np.ndarray:
+    return address.tensor.view(-1)[torch.from_numpy(np.asarray(address.offsets))].numpy()
+
+
+def write(address: Pointer, values: np.ndarray, mask: Any = True) -> None:
     inside = np.broadcast_to(np.asarray(mask), values.shape)
     offsets = np.broadcast_to(np.asarray(address.offsets), values.shape)[inside]
     written = torch.from_numpy(np.ascontiguousarray(values[inside]))
@@ -198,28 +206,62 @@ def send(desc: Descriptor, place: list[int], tile: Memory) -> None:
     found[...] = torch.from_numpy(np.ascontiguousarray(tile.array[inside])).to(found.dtype)
 
 
-class Machine:
-    """One program at a time, each with a thread per group of warps."""
+class Counter:
+    """Count the groups of warps that have left their part for another program."""
 
     def __init__(self) -> None:
-        self.program, self.num_programs = (0, 0), (1, 1)
+        self.changed = threading.Condition()
+        self.arrived = 0
 
-    def specialise(self, parts: list[tuple[Callable, tuple]], *_: Any) -> None:
+
+class Machine:
+    """All programs of a launch at once, each with a thread per group of warps."""
+
+    def __init__(self) -> None:
+        self.local = threading.local()
+        self.num_programs = (1, 1)
+        self.counters: dict[int, Counter] = {}
+
+    def together(self, calls: list[Callable[[], None]]) -> None:
+        """Make calls at the same time; raise the first error of any."""
         errors: list[BaseException] = []
 
-        def run(function: Callable, arguments: tuple) -> None:
+        def run(call: Callable[[], None]) -> None:
             try:
-                function(*arguments)
+                call()
             except BaseException as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=run, args=part, daemon=True) for part in parts]
+        threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(2 * DEADLINE_S)
         if errors:
             raise errors[0]
+
+    def specialise(self, parts: list[tuple[Callable, tuple]], *_: Any) -> None:
+        program = self.local.program
+
+        def call(function: Callable, arguments: tuple) -> None:
+            self.local.program = program
+            function(*arguments)
+
+        self.together([partial(call, *part) for part in parts])
+
+    def hand_over(self, arrivals: Pointer) -> None:
+        counter = self.counters.setdefault(int(arrivals.offsets), Counter())
+        with counter.changed:
+            assert counter.arrived == 0, "a part is left before the last one was taken"
+            counter.arrived = 1
+            counter.changed.notify_all()
+
+    def take_over(self, arrivals: Pointer) -> None:
+        counter = self.counters.setdefault(int(arrivals.offsets), Counter())
+        with counter.changed:
+            left = counter.changed.wait_for(lambda: counter.arrived == 1, DEADLINE_S)
+            assert left, "a part that nobody leaves"
+            counter.arrived = 0
 
     def jit(self, function: Callable | None = None, **_: Any) -> Any:
         if function is None:
@@ -243,12 +285,13 @@ class Machine:
             zeros=lambda shape, dtype, layout: np.zeros(shape, np.float32).view(Result),
             arange=lambda first, last, layout: np.arange(first, last).view(Result),
             convert_layout=lambda values, layout: values,
+            load=read,
             store=write,
             static_range=range,
             minimum=min,
             num_warps=lambda: 4,
             inline_asm_elementwise=nothing,
-            program_id=lambda axis: self.program[axis],
+            program_id=lambda axis: self.local.program[axis],
             num_programs=lambda axis: self.num_programs[axis],
             allocate_shared_memory=self.allocate,
             warp_specialize=self.specialise,
@@ -299,6 +342,8 @@ class Machine:
         names: dict[str, Any] = {"__name__": "emulated"}
         with self.installed():
             exec(compile(path.read_text(), str(path), "exec"), names)
+        # What is written in assembler.
+        names.update({name: getattr(self, name) for name in BETWEEN_PROGRAMS if name in names})
         return names
 
 
@@ -321,7 +366,12 @@ class Kernel:
         ) -> None:
             values = [Pointer(v) if isinstance(v, torch.Tensor) else v for v in arguments]
             self.machine.num_programs = sizes = (*grid, 1)[:2]
-            for self.machine.program in itertools.product(*map(range, sizes)):
+
+            def run(program: tuple[int, ...]) -> None:
+                self.machine.local.program = program
                 self.function(*values, **named)
+
+            programs = itertools.product(*map(range, sizes))
+            self.machine.together([partial(run, program) for program in programs])
 
         return launch

@@ -12,8 +12,14 @@ from treadle.kernels.epilogue import TILES
 
 from .linear_cases import Case, emit_case
 
-SPLIT = ("matmul_skinny", "matmul_skinny_tma")
-HOPPER_ONLY = ("matmul_tma", "matmul_skinny_tma", "matmul_gluon", "matmul_stream")
+SPLIT = ("matmul_skinny", "matmul_skinny_tma", "matmul_gluon_even")
+HOPPER_ONLY = (
+    "matmul_tma",
+    "matmul_skinny_tma",
+    "matmul_gluon",
+    "matmul_gluon_even",
+    "matmul_stream",
+)
 # Bytes of shared memory that one program may have.
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 
@@ -43,13 +49,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         "amd": write_job(folder, "matmul_skinny", "glu", "gfx942", 16, SPLIT_K=2, num_stages=2),
         "tma": write_job(folder, "matmul_skinny_tma", "glu", "sm_90", 32, USE_PDL=True, SPLIT_K=2),
         "gluon": write_job(folder, "matmul_gluon", "glu", "sm_90", 512, USE_PDL=True),
+        "even": write_job(folder, "matmul_gluon_even", "glu", "sm_90", 256, USE_PDL=True),
         "stream": write_job(folder, "matmul_stream", "glu", "sm_90", 8, USE_PDL=True),
     }
     found = {outcome.job: outcome for outcome in compile_many(list(jobs.values()))}
     return {name: found[job] for name, job in jobs.items()}
 
 
-@pytest.mark.parametrize("name", ["gemv", "ampere", "amd", "tma", "gluon", "stream"])
+@pytest.mark.parametrize("name", ["gemv", "ampere", "amd", "tma", "gluon", "even", "stream"])
 def test_kernel_compiles_without_spills(outcomes: dict[str, Outcome], name: str) -> None:
     outcome = outcomes[name]
     assert not outcome.error, outcome.error
@@ -104,7 +111,7 @@ def test_every_template_and_form_compiles(target: str, tmp_path: Path) -> None:
     for template in sorted(TILES):
         if template in HOPPER_ONLY and target not in ("sm_90", "sm_100"):
             continue
-        if template == "matmul_gluon" and target != "sm_90":
+        if template.startswith("matmul_gluon") and target != "sm_90":
             continue
         for form in ("", "bias add", "glu"):
             tokens = {"gemv": 1, "matmul_skinny": 16, "matmul_skinny_tma": 16}.get(template, 512)
