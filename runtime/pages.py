@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from struct import Struct
+from typing import NamedTuple
 
 from treadle.ir.errors import ConfigError
 from treadle.runtime.host_pages import HostPages, PageCopies
@@ -65,6 +66,16 @@ class PageTable:
         self.keys: list[bytes] = []
         self.num_published = 0
         self.epoch = 0
+
+
+class Prefix(NamedTuple):
+    """The pages of the longest prefix to reuse, None for one that is to be fetched from the host.
+
+    num_new_pages: how many of all its pages a table would take that nobody holds yet.
+    """
+
+    hits: list[int | None]
+    num_new_pages: int
 
 
 class PagePool:
@@ -134,12 +145,18 @@ class PagePool:
         """Return how many pages that many tokens fill, the last one perhaps in part."""
         return -(-num_tokens // self.page_size)
 
+    def find_prefix(self, table: PageTable, token_ids: Sequence[int]) -> Prefix:
+        """Find the longest prefix to reuse, and how many pages `allocate` would take besides."""
+        hits = self._match_prefix(table, token_ids) if self.prefix_cache else []
+        num_held = sum(1 for page in hits if page is not None and self._num_references[page])
+        return Prefix(hits, self.count_pages(len(token_ids)) - num_held)
+
     def allocate(
         self,
         table: PageTable,
         token_ids: Sequence[int],
+        prefix: Prefix | None = None,
         *,
-        spare_pages: int = 0,
         count: bool = True,
     ) -> int | None:
         """Give an empty table the pages that all of `token_ids` need; return the tokens reused.
@@ -147,19 +164,17 @@ class PagePool:
         The longest cached prefix is shared, in whole pages and short of the last token, whose
         logits the caller needs: at least one token is always left to compute. What of it is in host
         memory gets a page here, where fetching it is faster than computing it. All or nothing:
-        returns None, and changes nothing, unless `spare_pages` stay available afterwards. `count`
-        is False where the look-up should not enter the hit rate (a request taken up again).
+        returns None, and changes nothing, where pages are lacking. `prefix`: what `find_prefix` has
+        just given for the same. `count` is False where the look-up should not enter the hit rate (a
+        request taken up again).
         """
         assert not table.pages, f"page table `{table.name}` is allocated twice"
         assert token_ids, f"page table `{table.name}` is allocated for no tokens"
-        hits = self._match_prefix(table, token_ids) if self.prefix_cache else []
+        hits, num_new_pages = prefix or self.find_prefix(table, token_ids)
+        if num_new_pages > self.num_available:
+            return None
         num_references = self._num_references
         shared = [page for page in hits if page is not None]
-        num_idle_hits = sum(1 for page in shared if num_references[page] == 0)
-        num_pages = self.count_pages(len(token_ids))
-        num_fresh = num_pages - len(shared)
-        if num_fresh + num_idle_hits + spare_pages > self.num_available:
-            return None
         for page in shared:
             if num_references[page] == 0:
                 del self._cached[page]
@@ -168,7 +183,9 @@ class PagePool:
             self._fetch_pages(table, hits, count)
         else:
             table.pages.extend(shared)
-        table.pages.extend(self._take_page() for _ in range(num_pages - len(hits)))
+        table.pages.extend(
+            self._take_page() for _ in range(self.count_pages(len(token_ids)) - len(hits))
+        )
         table.num_published = len(hits)
         table.epoch = self._epoch
         self._tables[id(table)] = table

@@ -23,6 +23,7 @@ import numpy as np
 
 from treadle.ir.errors import ConfigError, QueueFullError, RequestError
 from treadle.runtime.adjustments import find_adjustments
+from treadle.runtime.admission import Admission, Newcomer, Running
 from treadle.runtime.host_pages import PageCopies
 from treadle.runtime.pages import Namespace, PagePool, PageTable
 from treadle.runtime.request import FinishReason, SamplingParams
@@ -276,8 +277,10 @@ class Scheduler:
     2 plans one step ahead. A sequence found to have ended while a later step computes it gets no
     token from that step, and its row and pages come back when that step is complete.
 
-    When pages run out the youngest sequence loses its pages, returns to the front of the queue with
-    the tokens it has, and is computed again later; the oldest always advances.
+    A waiting sequence starts when `admission` finds room for what the running ones and it are
+    expected to need yet; with nothing running, when its prompt has pages. When pages run out all
+    the same the youngest sequence loses its pages, returns to the front of the queue with the
+    tokens it has, and is computed again later; the oldest always advances.
 
     With `quantises_pages` the token of a scored prompt that fills a page has a step without others
     of its prompt: it makes codes of those before it and leaves the row's open page to those after.
@@ -332,6 +335,11 @@ class Scheduler:
         self._free_rows = list(range(max_rows))  # a heap: the lowest row first
         self._in_flight: deque[StepPlan] = deque()
         self._next_arrival = 0
+        self.admission = Admission(
+            max_rows=max_rows, num_pages=pool.num_pages, page_size=pool.page_size
+        )
+        self._claimed_pages = 0  # that all unfinished sequences would have at their limits
+        self._next_look = 0  # the step to see again whether the first that waits may start
         self._spare_slices = 0  # that a step has beyond one for each running sequence
         self._arrays = RowArrays(max_rows)
         self._running_rows: np.ndarray | None = None  # None: `_running` has changed
@@ -414,6 +422,7 @@ class Scheduler:
             last_position=len(prompt) + max_tokens - 1,
         )
         self._next_arrival += 1
+        self._claimed_pages += self.pool.count_pages(sequence.last_position)
         self._live[request_id] = sequence
         self._waiting.append(sequence)
         return sequence
@@ -782,20 +791,23 @@ class Scheduler:
     ) -> None:
         if any(s.status is SequenceStatus.PREEMPTING for s in self._leaving):
             return  # it goes to the front of the queue; nobody may overtake it
-        spare_pages: int | None = None
+        if self._running and self.steps_total < self._next_look:
+            return
         while budget > 0 and self._waiting and self._free_rows and self._spare_slices > 0:
-            if spare_pages is None:
-                # One page for each running sequence that will need more: otherwise a newcomer
-                # takes the last pages, and is preempted for the next one that is needed.
-                arrays, rows = self._arrays, self._find_running_rows()
-                needs_more = arrays.capacities[rows] < arrays.last_positions[rows]
-                spare_pages = int(np.count_nonzero(needs_more))
             sequence = self._waiting[0]
+            prefix = self.pool.find_prefix(sequence.table, sequence.token_ids)
+            newcomer = Newcomer(
+                len(sequence.token_ids),
+                sequence.last_position,
+                prefix.num_new_pages,
+                end_is_known=not sequence.stop_ids
+                and not sequence.params.stop
+                and sequence.constraint is None,
+            )
+            if self._running and not self._has_room(newcomer):
+                return
             num_cached = self.pool.allocate(
-                sequence.table,
-                sequence.token_ids,
-                spare_pages=spare_pages,
-                count=sequence.cached_tokens is None,
+                sequence.table, sequence.token_ids, prefix, count=sequence.cached_tokens is None
             )
             if num_cached is None:
                 return
@@ -807,13 +819,33 @@ class Scheduler:
                 self.prompt_tokens_total += len(sequence.prompt_ids)
             sequence.status = SequenceStatus.RUNNING
             self._enter_row(sequence, num_cached)
+            self.admission.note_start(
+                sequence.row,
+                newcomer,
+                prompt_tokens=len(sequence.prompt_ids),
+                step=self.steps_total,
+            )
             sequence.prefill_stop = len(sequence.token_ids)
             new_rows.append(sequence.row)
             self._spare_slices -= 1
             pages = sequence.table.pages
             updates.extend((sequence.row, index, page) for index, page in enumerate(pages))
-            spare_pages += len(pages) * self.pool.page_size < sequence.last_position
             budget -= self._plan_chunk(sequence, budget, chunks)
+
+    def _has_room(self, newcomer: Newcomer) -> bool:
+        """Say whether the pool has room for the first that waits beside those that run."""
+        arrays, rows = self._arrays, self._find_running_rows()
+        wait = self.admission.find_wait(
+            newcomer,
+            Running(
+                rows, arrays.positions[rows], arrays.capacities[rows], arrays.last_positions[rows]
+            ),
+            available=self.pool.num_available,
+            claimed=self._claimed_pages,
+            step=self.steps_total,
+        )
+        self._next_look = self.steps_total + wait
+        return wait == 0
 
     def _enter_row(self, sequence: SequenceState, num_cached: int) -> None:
         row = sequence.row = heapq.heappop(self._free_rows)
@@ -874,6 +906,7 @@ class Scheduler:
         self, sequence: SequenceState, reason: FinishReason, stop_reason: str | int | None
     ) -> None:
         del self._live[sequence.request_id]
+        self._claimed_pages -= self.pool.count_pages(sequence.last_position)
         status = sequence.status
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
@@ -882,8 +915,11 @@ class Scheduler:
             self.pool.withdraw(sequence.table)
         if sequence.row != NO_ROW:
             self._arrays.looks_from[sequence.row] = 0  # its tokens of steps in flight are too many
+            is_early = len(sequence.token_ids) < sequence.max_total_tokens
+            self.admission.note_end(sequence.row, sequence.num_generated, is_early=is_early)
         if status is SequenceStatus.WAITING:
             self._waiting.remove(sequence)
+            self._next_look = 0  # it may have been the first
         elif status is SequenceStatus.RUNNING:
             self._stop_running(sequence)
             if self._is_in_flight(sequence):
@@ -894,6 +930,7 @@ class Scheduler:
 
     def _preempt(self, sequence: SequenceState) -> None:
         self.preemptions_total += 1
+        self.admission.note_preemption(self.steps_total)
         sequence.num_preemptions += 1
         self._stop_running(sequence)
         if self._is_in_flight(sequence):
@@ -913,6 +950,7 @@ class Scheduler:
         known = min(sequence.scheduled_tokens, len(sequence.token_ids))
         self.pool.publish(sequence.table, sequence.token_ids, known)
         self.pool.free(sequence.table)
+        self._next_look = 0
         heapq.heappush(self._free_rows, sequence.row)
         sequence.row = NO_ROW
 

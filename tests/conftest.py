@@ -66,6 +66,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs Triton's interpreter: run without --device cuda")
 
 
+@pytest.fixture
+def admits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admit requests whatever those that run will need, so that some must be preempted."""
+    find_wait = "treadle.runtime.admission.Admission.find_wait"
+    monkeypatch.setattr(find_wait, lambda *what, **more: 0)
+
+
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
     """Give the device that kernels run on: `cpu` (Triton's interpreter) unless `--device cuda`."""

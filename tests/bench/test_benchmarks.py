@@ -36,6 +36,7 @@ from treadle.runtime.tuner import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = [
+    "admission",
     "baselines",
     "decode",
     "goals",

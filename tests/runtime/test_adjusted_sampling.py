@@ -114,6 +114,7 @@ def test_repetition_penalty_is_that_of_transformers(tmp_path: Path, rng_seed: in
     assert list(asyncio.run(run())) == expected[0, len(prompt) :].tolist()
 
 
+@pytest.mark.usefixtures("admits_at_once")
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_case_34_counts_survive_preemption(
     tmp_path: Path, rng_seed: int, prefix_cache: bool

@@ -78,6 +78,7 @@ def test_an_aborted_request_frees_its_pages_while_others_go_on(artifact: Path) -
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("admits_at_once")
 def test_preemption_ends_every_request(artifact: Path) -> None:
     async def run() -> None:
         async with serving(artifact, num_pages=14) as engine:

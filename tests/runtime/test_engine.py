@@ -99,6 +99,7 @@ def test_case_32_lengths_at_page_edges_twice_and_with_shared_prefixes(
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("admits_at_once")
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_case_34_preemption_changes_no_token(
     tmp_path: Path, rng_seed: int, prefix_cache: bool

@@ -100,6 +100,7 @@ def test_they_are_the_models_whoever_else_is_served(
             check_against(oracle, prompt, found, top)
 
 
+@pytest.mark.usefixtures("admits_at_once")
 def test_they_do_not_change_what_is_drawn_nor_when_pages_run_out(
     tmp_path: Path, rng_seed: int
 ) -> None:
@@ -170,6 +171,7 @@ def check_prompt(oracle: object, prompt: list[int], found: Delta, num_top: int) 
         assert dict(one.top).get(one.token_id, one.logprob) == one.logprob
 
 
+@pytest.mark.usefixtures("admits_at_once")
 @pytest.mark.parametrize("num_pages", [64, 6], ids=["room", "preemption"])
 def test_prompts_are_scored_beside_others_and_when_pages_run_out(
     tmp_path: Path, rng_seed: int, num_pages: int

@@ -60,9 +60,9 @@ def test_freed_pages_can_be_handed_out_again() -> None:
 def test_allocation_beyond_the_pool_changes_nothing() -> None:
     pool = PagePool(4, 4)
     held, _ = take(pool, list(range(8)))
-    for name, tokens, spare in (("b", list(range(17)), 0), ("c", [9] * 8, 1)):
+    for name, tokens in (("b", list(range(17))), ("c", [9] * 9)):
         table = PageTable(name)
-        assert pool.allocate(table, tokens, spare_pages=spare) is None
+        assert pool.allocate(table, tokens) is None
         assert table.pages == []
     assert (pool.num_free, pool.num_owned) == (2, 2)
     assert (pool.query_tokens_total, pool.hit_tokens_total) == (8, 0)
@@ -390,18 +390,19 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12),
         namespace=st.sampled_from([(), (("salt", "x"),)]),
-        spare=st.integers(0, 2),
     )
-    def allocate(self, tokens: list[int], namespace: Namespace, spare: int) -> None:
+    def allocate(self, tokens: list[int], namespace: Namespace) -> None:
         table = PageTable(f"table {len(self.tables)}", namespace)
         available = self.pool.num_available
-        num_hit = self.pool.allocate(table, tokens, spare_pages=spare)
+        num_new = self.pool.find_prefix(table, tokens).num_new_pages
+        num_hit = self.pool.allocate(table, tokens)
         if num_hit is None:
             assert self.pool.num_available == available
             num_pages = -(-len(tokens) // self.pool.page_size)
-            assert num_pages + spare > available, "refused, though it fits without any hit"
+            assert num_pages > available, "refused, though it fits without any hit"
+            assert num_new > available
             return
-        assert self.pool.num_available >= spare
+        assert available - self.pool.num_available == num_new
         assert num_hit < len(tokens)
         for index in range(num_hit // self.pool.page_size):
             prefix = (namespace, tokens[: (index + 1) * self.pool.page_size])

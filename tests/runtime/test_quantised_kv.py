@@ -204,6 +204,7 @@ def test_case_44_a_prefix_hit_on_quantised_pages(artifact: Path, kv_format: str)
     assert_close(second, first, kv_format)
 
 
+@pytest.mark.usefixtures("admits_at_once")
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_case_44_preempted_answers_are_near_the_undisturbed_ones(
     artifact: Path, kv_format: str

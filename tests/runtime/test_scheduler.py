@@ -192,6 +192,7 @@ class Bench:
         num_host_pages: int = 0,
         copies_early: bool = False,
         is_worth_fetching: Callable[..., bool] = lambda *what: True,
+        looks_ahead: bool = True,
     ) -> None:
         self.host: HostPages | None = None
         if num_host_pages:
@@ -207,6 +208,8 @@ class Bench:
             max_in_flight=max_in_flight,
             eos_token_ids=[EOS],
         )
+        if not looks_ahead:  # admit what has pages for its prompt, so that others are preempted
+            self.scheduler.admission.find_wait = lambda *what, **more: 0  # type: ignore[method-assign]
         self.device = PretendDevice(
             num_pages,
             page_size,
@@ -448,7 +451,7 @@ def test_no_step_is_planned_past_max_tokens(
 
 def test_rows_are_given_lowest_first_and_kept_to_the_end(rng: random.Random) -> None:
     bench = Bench(max_rows=5, max_in_flight=1)
-    sequences = [bench.add(random_prompt(rng, 4), ignore_eos=True) for _ in range(5)]
+    sequences = [bench.add(random_prompt(rng, 4), max_tokens=90, ignore_eos=True) for _ in range(5)]
     bench.step()
     assert [s.row for s in sequences] == [0, 1, 2, 3, 4]
     for row in (3, 2, 0):
@@ -781,7 +784,9 @@ def test_case_31_an_adapter_loaded_again_under_its_name_finds_no_old_pages(
 def test_preemption_changes_no_answer(
     max_in_flight: int, prefix_cache: bool, num_requests: int, rng: random.Random
 ) -> None:
-    bench = Bench(num_pages=10, prefix_cache=prefix_cache, max_in_flight=max_in_flight)
+    bench = Bench(
+        num_pages=10, prefix_cache=prefix_cache, max_in_flight=max_in_flight, looks_ahead=False
+    )
     sequences = [
         bench.add(random_prompt(rng, 20), max_tokens=90, ignore_eos=True)
         for _ in range(num_requests)
@@ -793,7 +798,9 @@ def test_preemption_changes_no_answer(
 
 
 def test_the_youngest_is_preempted_and_returns_before_others(rng: random.Random) -> None:
-    bench = Bench(num_pages=4, page_size=4, prefix_cache=False, max_rows=2, max_in_flight=1)
+    bench = Bench(
+        num_pages=4, page_size=4, prefix_cache=False, max_rows=2, max_in_flight=1, looks_ahead=False
+    )
     oldest = bench.add(random_prompt(rng, 7), max_tokens=8, ignore_eos=True)
     youngest = bench.add(random_prompt(rng, 3), max_tokens=10, ignore_eos=True)
     waiting = bench.add(random_prompt(rng, 3), max_tokens=2, ignore_eos=True)
@@ -807,7 +814,9 @@ def test_the_youngest_is_preempted_and_returns_before_others(rng: random.Random)
 
 
 def test_a_sequence_preempted_in_flight_keeps_the_token_of_that_step(rng: random.Random) -> None:
-    bench = Bench(num_pages=4, page_size=4, prefix_cache=False, max_rows=2, max_in_flight=2)
+    bench = Bench(
+        num_pages=4, page_size=4, prefix_cache=False, max_rows=2, max_in_flight=2, looks_ahead=False
+    )
     bench.add(random_prompt(rng, 7), max_tokens=8, ignore_eos=True)
     youngest = bench.add(random_prompt(rng, 3), max_tokens=10, ignore_eos=True)
     bench.run_until(lambda: youngest.status is SequenceStatus.PREEMPTING)
@@ -822,7 +831,7 @@ def test_a_sequence_preempted_in_flight_keeps_the_token_of_that_step(rng: random
 def test_a_sequence_may_end_while_it_is_being_preempted(
     reason: FinishReason, rng: random.Random
 ) -> None:
-    bench = Bench(num_pages=4, page_size=4, max_rows=2, max_in_flight=2)
+    bench = Bench(num_pages=4, page_size=4, max_rows=2, max_in_flight=2, looks_ahead=False)
     bench.add(random_prompt(rng, 7), max_tokens=8, ignore_eos=True)
     youngest = bench.add(random_prompt(rng, 3), max_tokens=10, ignore_eos=True)
     bench.run_until(lambda: youngest.status is SequenceStatus.PREEMPTING)
@@ -832,7 +841,7 @@ def test_a_sequence_may_end_while_it_is_being_preempted(
 
 
 def test_a_preempted_sequence_finds_its_own_pages_in_the_cache(rng: random.Random) -> None:
-    bench = Bench(num_pages=10, page_size=4, max_rows=2, max_in_flight=1)
+    bench = Bench(num_pages=10, page_size=4, max_rows=2, max_in_flight=1, looks_ahead=False)
     bench.add(random_prompt(rng, 9), max_tokens=20, ignore_eos=True)
     youngest = bench.add(random_prompt(rng, 9), max_tokens=20, ignore_eos=True)
     bench.run_until(lambda: youngest.status is SequenceStatus.WAITING and youngest.num_preemptions)
@@ -846,7 +855,7 @@ def test_a_preempted_sequence_finds_its_own_pages_in_the_cache(rng: random.Rando
 
 
 def test_pages_about_to_come_back_are_awaited_rather_than_taken(rng: random.Random) -> None:
-    bench = Bench(num_pages=6, page_size=4, max_rows=2, max_in_flight=2)
+    bench = Bench(num_pages=6, page_size=4, max_rows=2, max_in_flight=2, looks_ahead=False)
     long = bench.add(random_prompt(rng, 10), max_tokens=9, ignore_eos=True)
     bench.run_until(lambda: long.scheduled_tokens == 11)
     short = bench.add(random_prompt(rng, 1), max_tokens=5, ignore_eos=True)
@@ -1079,7 +1088,7 @@ def test_an_abort_leaves_fetched_pages_to_the_next(rng: random.Random) -> None:
 
 
 def test_a_preempted_sequence_finds_evicted_pages_in_host_memory(rng: random.Random) -> None:
-    bench = Bench(num_pages=8, page_size=4, num_host_pages=32, max_rows=2)
+    bench = Bench(num_pages=8, page_size=4, num_host_pages=32, max_rows=2, looks_ahead=False)
     for _ in range(2):
         bench.add(random_prompt(rng, 12), max_tokens=18, ignore_eos=True)
     bench.run_until_idle()
@@ -1127,6 +1136,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_pages=st.integers(0, 8),
         copies_early=st.booleans(),
         fetches=st.sampled_from(["always", "at times", "never"]),
+        looks_ahead=st.booleans(),
         seed=st.integers(0, 2**16),
     )
     def start(
@@ -1143,6 +1153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_pages: int,
         copies_early: bool,
         fetches: str,
+        looks_ahead: bool,
         seed: int,
     ) -> None:
         rng = random.Random(seed)
@@ -1161,6 +1172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             is_worth_fetching=lambda *what: (
                 fetches == "always" or (fetches == "at times" and rng.random() < 0.5)
             ),
+            looks_ahead=looks_ahead,
         )
         self.prompts = [random_prompt(rng, 40) for _ in range(2)]
 

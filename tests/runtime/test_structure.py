@@ -223,6 +223,7 @@ def test_case_14_neighbours_of_a_constrained_answer_go_on_as_alone(artifact: Pat
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("admits_at_once")
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_case_34_a_grammar_s_state_survives_preemption(artifact: Path, prefix_cache: bool) -> None:
     wanted = {"type": "array", "minItems": 12, "maxItems": 12, "items": {"enum": ["ab", "cde", 10]}}
