@@ -399,13 +399,16 @@ class Engine:
                 matcher,
                 token_bytes=lambda token: tokenizer.token_text(token)[1],
             )
+        namespace = () if params.cache_salt is None else (("salt", params.cache_salt),)
         generation = Generation(self, name, len(prompt), params)
         self._generations[name] = generation
         self._all_done.clear()
 
         def add() -> None:
             try:
-                self.model.scheduler.add(name, prompt, params, constraint=constraint)
+                self.model.scheduler.add(
+                    name, prompt, params, namespace=namespace, constraint=constraint
+                )
             except TreadleError as error:
                 self._publish([_News(name, None, 0, _Ending(FinishReason.ERROR, None, error))])
 

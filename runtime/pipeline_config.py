@@ -150,6 +150,7 @@ class GenerationConfig:
     `output_logits`: generation, for the logits that each token of the answer was drawn from, or
     all, for those of the prompt's tokens after the first before them; `logprobs` come with them.
     `output_last_hidden_state`: the same for what the logits are made of, the final norm's output.
+    `cache_salt`: prefixes in the cache are shared with requests of the same one only.
     Fields that are marked only take their defaults so far.
     """
 
@@ -179,6 +180,7 @@ class GenerationConfig:
     logits_processors: Any = field(default=None, metadata=NOT_YET)
     output_logits: str | None = None
     output_last_hidden_state: str | None = None
+    cache_salt: str | None = None
     return_ppl: bool = field(default=False, metadata=NOT_YET)
     repetition_ngram_size: int = field(default=0, metadata=NOT_YET)
     repetition_ngram_threshold: int = field(default=0, metadata=NOT_YET)
@@ -250,6 +252,7 @@ class GenerationConfig:
             prompt_logprobs=0 if "all" in wanted else None,
             tells_logits=self.output_logits is not None,
             tells_hidden=self.output_last_hidden_state is not None,
+            cache_salt=self.cache_salt,
         )
         try:
             params.validate()

@@ -27,6 +27,7 @@ MAX_BIASED_TOKENS = 512
 MAX_BAD_TOKEN_IDS = 256
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARS = 256
+MAX_CACHE_SALT_CHARS = 1024
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 1e6
@@ -111,6 +112,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     tells_logits: bool = False
     tells_hidden: bool = False
+    cache_salt: str | None = None
 
     def validate(self) -> SamplingParams:
         """Return these parameters if every one is in range.
@@ -139,6 +141,15 @@ class SamplingParams:
                     f"found {show_value(text)}.",
                     param="stop",
                 )
+        salt = self.cache_salt
+        if salt is not None and not (
+            isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT_CHARS
+        ):
+            raise RequestError(
+                f"Expected `cache_salt` to be a string of 1 to {MAX_CACHE_SALT_CHARS} characters, "
+                f"found {show_value(salt)}.",
+                param="cache_salt",
+            )
         _check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, INT32_MAX)

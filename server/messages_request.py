@@ -48,7 +48,7 @@ from treadle.server.fields import (
     string,
     whole,
 )
-from treadle.server.schema import WITHOUT_EFFECT_OF, Request
+from treadle.server.schema import CACHE_SALT, CACHE_SALT_MEANING, WITHOUT_EFFECT_OF, Request
 from treadle.server.structure_fields import FLAT_FORMAT
 from treadle.server.turns import Turn
 
@@ -375,6 +375,7 @@ class MessagesRequest(CountTokensRequest):
     seed: int | None = declare(
         whole(INT64_MIN, INT64_MAX), None, doc="The same seed gives the same answer."
     )
+    cache_salt: str | None = declare(CACHE_SALT, None, doc=CACHE_SALT_MEANING)
 
     def sampling(self) -> SamplingParams:
         """Give the engine's parameters."""
@@ -389,6 +390,7 @@ class MessagesRequest(CountTokensRequest):
             seed=self.seed,
             stop=self.stop_sequences,
             structure=None if config is None or config.format is None else config.format[0],
+            cache_salt=self.cache_salt,
         )
 
 

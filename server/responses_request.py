@@ -53,7 +53,7 @@ from treadle.server.fields import (
     string,
     whole,
 )
-from treadle.server.schema import WITHOUT_EFFECT_OF, Request
+from treadle.server.schema import CACHE_SALT, CACHE_SALT_MEANING, WITHOUT_EFFECT_OF, Request
 from treadle.server.structure_fields import FLAT_FORMAT
 from treadle.server.turns import Turn
 
@@ -309,6 +309,7 @@ class ResponsesRequest(Request):
         (),
         doc="Texts that end the answer.",
     )
+    cache_salt: str | None = declare(CACHE_SALT, None, doc=CACHE_SALT_MEANING)
     tools: tuple[dict[str, Any], ...] = declare(
         Check(_TOOL_LIST.expects, _read_tools, _TOOL_LIST.schema),
         (),
@@ -364,6 +365,7 @@ class ResponsesRequest(Request):
                 seed=self.seed,
                 stop=self.stop,
                 structure=self.format[0],
+                cache_salt=self.cache_salt,
             ),
             tools=self.tools,
             tool_choice=self.tool_choice or AUTO,

@@ -20,6 +20,7 @@ from treadle.runtime.request import (
     MAX_BAD_WORDS,
     MAX_BIAS,
     MAX_BIASED_TOKENS,
+    MAX_CACHE_SALT_CHARS,
     MAX_LOGPROBS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
@@ -61,6 +62,11 @@ from treadle.server.fields import (
 from treadle.server.structure_fields import GUIDED, RESPONSE_FORMAT, STRUCTURED_OUTPUTS
 
 MAX_CHOICES = 128
+CACHE_SALT = string(MAX_CACHE_SALT_CHARS, 1)
+CACHE_SALT_MEANING = (
+    "Share prefixes in the cache with requests of the same salt only; without one, with those that "
+    "have none."
+)
 FORM_FIELDS = ("response_format", "structured_outputs", *GUIDED)
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
 
@@ -215,6 +221,7 @@ class GenerateRequest(Request):
     skip_special_tokens: bool = declare(
         boolean(), True, doc="Leave special tokens out of the text; the end is never part of it."
     )
+    cache_salt: str | None = declare(CACHE_SALT, None, doc=CACHE_SALT_MEANING)
     n: int = declare(whole(1, MAX_CHOICES), 1, doc="How many answers to give to each prompt.")
     stream: bool = declare(boolean(), False, doc="Send the answer as it grows, as SSE.")
     stream_options: StreamOptions | None = declare(  # noqa: RUF009, as every field here
@@ -280,6 +287,7 @@ class GenerateRequest(Request):
             min_tokens=self.min_tokens,
             include_stop_str_in_output=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
+            cache_salt=self.cache_salt,
         )
 
 

@@ -54,6 +54,18 @@ def joined(chunks: Iterator[Response]) -> dict[int, Response]:
     return answers
 
 
+def test_a_prefix_is_shared_under_the_same_salt_only(scripted: Pipeline) -> None:
+    prompt = "Shared by those who say the same salt, and no one else. [[S3]]"
+    found = []
+    for salt in (None, "one", "two", "one", None):
+        config = GenerationConfig(max_new_tokens=2, cache_salt=salt)
+        found.append(scripted(prompt, config).cached_tokens > 0)
+    assert found == [False, False, False, True, True]
+    for wrong in ("", 7, "x" * 1025):
+        with pytest.raises(RequestError, match="`cache_salt`"):
+            GenerationConfig(cache_salt=wrong).sampling()  # type: ignore[arg-type]
+
+
 def test_a_text_gives_one_response(scripted: Pipeline) -> None:
     answer = scripted("[[S1]]")
     assert (answer.text, answer.finish_reason, answer.index) == ("Hello, world", "stop", 0)

@@ -50,6 +50,7 @@ RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     "ignore_eos": ([True, False], [1, "true"]),
     "min_tokens": ([0, 5], [-1, 0.5]),
     "include_stop_str_in_output": ([True], [0]),
+    "cache_salt": (["x", "x" * 1024], ["", 5, ["x"], "x" * 1025]),
     "n": ([1, 128], [0, 129, 10**6, 1.0]),
     "stream": ([True], ["yes", 1]),
     "user": (["u"], [5]),
