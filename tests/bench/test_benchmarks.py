@@ -157,6 +157,7 @@ def test_throughput_goes_through_the_engine(tmp_path: Path) -> None:
     assert rows["tiny 8/4 concurrency 2"]["conditions"]["requests"] == 4
 
 
+@pytest.mark.usefixtures("admits_at_once")
 def test_throughput_with_less_cache_preempts(tmp_path: Path) -> None:
     asked = ["--model", "tiny", "--target", "reference", "--shapes", "8x30", "--concurrency", "3"]
     # A page of 16 tokens of one layer of f32 is 4 KiB: three pages, of which a request needs three.
