@@ -22,6 +22,7 @@ from treadle.kernels.lower.kv_write import (
 from treadle.kernels.schedule.attention import (
     attention_decode_quantised_schedules,
     attention_decode_schedules,
+    attention_prefill_gluon_schedules,
     attention_prefill_quantised_schedules,
     attention_prefill_schedules,
     attention_prefill_tma_schedules,
@@ -106,6 +107,26 @@ def lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candidat
             params.head_dim, page_size, where.dims, where.machine
         ):
             yield replace(prefill, template="attention_prefill_tma", schedule=schedule)
+        if limits:
+            return
+        counters = Scratch("counters", "i32", 2)
+        for schedule in attention_prefill_gluon_schedules(
+            params.num_heads,
+            params.num_kv_heads,
+            params.head_dim,
+            page_size,
+            element[1],
+            where.dims,
+            where.machine,
+        ):
+            yield Candidate(
+                prefill.name,
+                "attention_prefill_gluon",
+                shape,
+                schedule,
+                {**arguments, "counters": "scratch:counters"},
+                (counters,),
+            )
         return
     template = "attention_decode"
     schedules = attention_decode_schedules(params.num_kv_heads, where.dims, where.machine)

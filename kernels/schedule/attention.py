@@ -266,6 +266,46 @@ def attention_prefill_tma_schedules(
                 yield tile | {"maxnreg": max_registers}
 
 
+# (BLOCK_TOKENS, STAGES, QUERY_STAGES) by head dim: rings of 160 to 200 KiB at most
+_GLUON_TILES = {
+    64: [(128, 4, 2), (128, 3, 2), (64, 6, 2)],
+    128: [(128, 2, 2), (64, 4, 2), (64, 3, 2)],
+    256: [(64, 2, 1)],
+}
+
+
+def attention_prefill_gluon_schedules(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    element_bytes: int,
+    dims: Mapping[str, int],
+    machine: str,
+) -> Iterator[Schedule]:
+    """Yield schedules of prefill attention by specialised warps; none unless for Hopper."""
+    if machine != "sm_90" or dims["T"] <= 64 or element_bytes != 2:
+        return
+    group_heads = num_heads // num_kv_heads
+    for block_tokens, stages, query_stages in _GLUON_TILES.get(head_dim, []):
+        # A tile is a part of a page, a page, or two pages.
+        if page_size % block_tokens and block_tokens != 2 * page_size:
+            continue
+        for ping_pong in (True, False):
+            # The heads of a group are packed where a consumer's 64 rows are whole groups.
+            for pack_heads in (True, False) if 64 % group_heads == 0 else (False,):
+                yield {
+                    "BLOCK_TOKENS": block_tokens,
+                    "CONSUMERS": 2,
+                    "STAGES": stages,
+                    "QUERY_STAGES": query_stages,
+                    "PACK_HEADS": pack_heads,
+                    "PING_PONG": ping_pong,
+                    "NUM_PROGRAMS": NUM_MULTIPROCESSORS,
+                    "num_warps": 4,
+                }
+
+
 def _attention_prefill(
     block_rows: int, block_tokens: int, warps: int, stages: int, *, pack_heads: bool
 ) -> Schedule:

@@ -42,14 +42,24 @@ class Memory:
     def index(self, number: int) -> Memory:
         return Memory(self.array[number])
 
+    @property
+    def dtype(self) -> None:
+        return None
+
+    def slice(self, start: int, length: int) -> Memory:
+        return Memory(self.array[start : start + length])
+
+    def reshape(self, shape: list[int]) -> Memory:
+        return Memory(self.array.reshape(shape))
+
     def permute(self, order: tuple[int, ...]) -> Memory:
         return Memory(self.array.transpose(order))
 
     def store(self, value: np.ndarray) -> None:
         self.array[...] = value
 
-    def load(self, layout: Any) -> np.ndarray:
-        return self.array.astype(np.float32)
+    def load(self, layout: Any) -> Result:
+        return self.array.copy().view(Result)
 
 
 class Barriers:
@@ -106,28 +116,41 @@ class Mbarrier:
         assert done, "a wait that nobody ends"
 
 
+ASKED = threading.local()  # products that a thread has asked for
+
+
 class Accumulator:
     """Results with products that are still to be added, oldest first."""
 
     def __init__(self, value: np.ndarray) -> None:
         self.value = value
-        self.open: list[tuple[Memory, Memory, bool]] = []
+        self.open: list[tuple[Any, Memory, bool, int]] = []
 
 
-def multiply(x: Memory, w: Memory, acc: Any, use_acc: bool, is_async: bool) -> Accumulator:
+def multiply(
+    x: Any, w: Memory, acc: Any, use_acc: bool = True, is_async: bool = False
+) -> Accumulator:
     acc = acc if isinstance(acc, Accumulator) else Accumulator(acc)
-    acc.open.append((x, w, use_acc))
+    ASKED.products = getattr(ASKED, "products", 0) + 1
+    acc.open.append((x, w, use_acc, ASKED.products))
     return acc
 
 
-def finish_products(pending: int, deps: tuple[Accumulator]) -> Any:
-    (acc,) = deps
+def finish_products(pending: int, deps: tuple[Any, ...]) -> Any:
+    """Finish the products of `deps` but for the thread's last `pending`; others stay open."""
     time.sleep(random.random() * 1e-4)
-    while len(acc.open) > pending:
-        x, w, use_acc = acc.open.pop(0)
-        product = x.array.astype(np.float32) @ w.array.astype(np.float32)
-        acc.value = acc.value + product if use_acc else product
-    return acc if pending else acc.value.view(Result)
+    finished: list[Any] = []
+    for acc in deps:
+        if not isinstance(acc, Accumulator):
+            finished.append(acc)
+            continue
+        while acc.open and acc.open[0][3] <= ASKED.products - pending:
+            x, w, use_acc, _ = acc.open.pop(0)
+            left = np.asarray(x.array if isinstance(x, Memory) else x, np.float32)
+            product = left @ w.array.astype(np.float32)
+            acc.value = acc.value + product if use_acc else product
+        finished.append(acc if acc.open else acc.value.view(Result))
+    return finished[0] if len(finished) == 1 else tuple(finished)
 
 
 def multiply_at_once(x: np.ndarray, w: np.ndarray, acc: np.ndarray) -> np.ndarray:
@@ -137,10 +160,21 @@ def multiply_at_once(x: np.ndarray, w: np.ndarray, acc: np.ndarray) -> np.ndarra
 class Result(np.ndarray):
     """Values in registers."""
 
-    type = types.SimpleNamespace(layout=None)
+    type = types.SimpleNamespace(layout=types.SimpleNamespace(parent=None))
 
-    def to(self, dtype: Any) -> np.ndarray:
-        return np.asarray(self)
+    def to(self, dtype: Any) -> Result:
+        return self
+
+
+class Number(int):
+    """A whole number that all threads know."""
+
+    def to(self, dtype: Any) -> Number:
+        return self
+
+
+def add_up(values: np.ndarray, axis: int) -> Any:
+    return Number(values.sum(axis)) if values.ndim == 1 else values.sum(axis)
 
 
 class Pointer:
@@ -154,11 +188,15 @@ class Pointer:
         return Pointer(self.tensor, self.offsets + offsets)
 
 
-def read(address: Pointer) -> np.ndarray:
-    return address.tensor.view(-1)[torch.from_numpy(np.asarray(address.offsets))].numpy()
+def read(address: Pointer, mask: Any = True, other: float = 0) -> Any:
+    offsets = np.where(mask, np.asarray(address.offsets), 0)
+    found = address.tensor.view(-1)[torch.from_numpy(offsets)].numpy()
+    found = np.where(mask, found, other)
+    return found.view(Result) if found.ndim else found.item()
 
 
-def write(address: Pointer, values: np.ndarray, mask: Any = True) -> None:
+def write(address: Pointer, values: Any, mask: Any = True) -> None:
+    values = np.asarray(values)
     inside = np.broadcast_to(np.asarray(mask), values.shape)
     offsets = np.broadcast_to(np.asarray(address.offsets), values.shape)[inside]
     written = torch.from_numpy(np.ascontiguousarray(values[inside]))
@@ -177,10 +215,10 @@ class Descriptor:
     def from_tensor(tensor: torch.Tensor, block: list[int], layout: Any) -> Descriptor:
         return Descriptor(tensor, block)
 
-    def window(self, place: list[int]) -> tuple[torch.Tensor, tuple[slice, slice]]:
-        (row, column), (height, width) = place, self.block
-        found = self.tensor[row : row + height, column : column + width]
-        return found, (slice(0, found.shape[0]), slice(0, found.shape[1]))
+    def window(self, place: list[int]) -> tuple[torch.Tensor, tuple[slice, ...]]:
+        ends = [first + size for first, size in zip(place, self.block, strict=True)]
+        found = self.tensor[tuple(map(slice, place, ends))]
+        return found, tuple(slice(0, size) for size in found.shape)
 
 
 def fetch(
@@ -221,6 +259,7 @@ class Machine:
         self.local = threading.local()
         self.num_programs = (1, 1)
         self.counters: dict[int, Counter] = {}
+        self.memory = threading.Lock()
 
     def together(self, calls: list[Callable[[], None]]) -> None:
         """Make calls at the same time; raise the first error of any."""
@@ -263,6 +302,12 @@ class Machine:
             assert left, "a part that nobody leaves"
             counter.arrived = 0
 
+    def add_at(self, address: Pointer, amount: int) -> int:
+        with self.memory:
+            before = read(address)
+            write(address, before + amount)
+        return int(before)
+
     def jit(self, function: Callable | None = None, **_: Any) -> Any:
         if function is None:
             return self.jit
@@ -271,6 +316,8 @@ class Machine:
     def allocate(self, dtype: Any, shape: list[int], layout: Any) -> Memory | Barriers:
         if dtype == "i64":
             return Barriers(shape[0])
+        if dtype == "i32":
+            return Memory(np.zeros(shape, np.int64))
         return Memory(np.full(shape, np.nan, np.float32))
 
     def modules(self) -> dict[str, types.ModuleType]:
@@ -278,17 +325,25 @@ class Machine:
         base = "triton.experimental.gluon"
         language = types.ModuleType(f"{base}.language")
         vars(language).update(
-            constexpr=object,
+            constexpr=lambda value: value,
             float32="f32",
             int64="i64",
             int32="i32",
             zeros=lambda shape, dtype, layout: np.zeros(shape, np.float32).view(Result),
+            full=lambda shape, value, dtype, layout: np.full(shape, value).view(Result),
+            sum=add_up,
+            max=lambda values, axis: values.max(axis),
+            maximum=np.maximum,
+            exp2=np.exp2,
+            where=lambda condition, yes, no: np.where(condition, yes, no).view(Result),
+            atomic_add=self.add_at,
+            SwizzledSharedLayout=nothing,
             arange=lambda first, last, layout: np.arange(first, last).view(Result),
             convert_layout=lambda values, layout: values,
             load=read,
             store=write,
             static_range=range,
-            minimum=min,
+            minimum=np.minimum,
             num_warps=lambda: 4,
             inline_asm_elementwise=nothing,
             program_id=lambda axis: self.local.program[axis],
