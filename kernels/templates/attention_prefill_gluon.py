@@ -339,8 +339,10 @@ def attend_tile(
     mbarrier.arrive(k_empty.index(slot), count=1)
     new_weights, best, rescale = weigh(scores, best, tile_start, positions, SCALE_LOG2, MASKED)
     total = total * rescale + gl.sum(new_weights, 1)  # [ROWS]
-    # The weights are given to the wait too: their registers are read until then.
-    acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+    # The assembler moves exponentials behind the wait for the product that they should hide, but not
+    # over a loop, such as the one that waits here for what has come long ago.
+    mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
+    acc, new_weights = warpgroup_mma_wait(0, deps=(acc, new_weights))
     sync_group()
     mbarrier.arrive(v_empty.index(before), count=1)
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
