@@ -299,6 +299,7 @@ def attend_tile(
     acc,
     best,
     total,
+    rescale,
     weights,
     q_tile,
     k_ring,
@@ -330,6 +331,8 @@ def attend_tile(
         q_tile, k_ring.index(slot).permute((1, 0)), scores, use_acc=False, is_async=True
     )  # [ROWS, BLOCK_TOKENS]
     mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
+    acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    acc = acc * gl.convert_layout(rescale, acc_rows)[:, None]
     acc = warpgroup_mma(weights, v_ring.index(before), acc, is_async=True)  # [ROWS, HEAD_DIM]
     if PING_PONG:
         sync_group()
@@ -342,13 +345,11 @@ def attend_tile(
     # The assembler moves exponentials behind the wait for the product that they should hide, but not
     # over a loop, such as the one that waits here for what has come long ago.
     mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
+    new_weights = gl.convert_layout(new_weights.to(v_ring.dtype), weights.type.layout)
     acc, new_weights = warpgroup_mma_wait(0, deps=(acc, new_weights))
     sync_group()
     mbarrier.arrive(v_empty.index(before), count=1)
-    acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    acc = acc * gl.convert_layout(rescale, acc_rows)[:, None]
-    new_weights = gl.convert_layout(new_weights.to(v_ring.dtype), weights.type.layout)
-    return acc, best, total, new_weights
+    return acc, best, total, rescale, new_weights
 
 
 @gluon.jit
@@ -458,21 +459,22 @@ def consume(
             num_full = (block_position + own_query + 1) // BLOCK_TOKENS
             num_masked = gl.minimum(gl.maximum(num_tiles - num_full, 1), num_tiles)
             for done in range(1, num_masked):
-                acc, best, total, weights = attend_tile(
-                    acc, best, total, weights, q_tile, k_ring, v_ring, k_full, k_empty, v_full,
-                    v_empty, turn, step, tile_start - done * BLOCK_TOKENS, positions, CONSUMER,
+                acc, best, total, rescale, weights = attend_tile(
+                    acc, best, total, rescale, weights, q_tile, k_ring, v_ring, k_full, k_empty,
+                    v_full, v_empty, turn, step, tile_start - done * BLOCK_TOKENS, positions, CONSUMER,
                     CONSUMERS, SCALE_LOG2, PING_PONG, True,
                 )  # fmt: skip
                 step += 1
             for _ in range(num_masked, num_tiles):
-                acc, best, total, weights = attend_tile(
-                    acc, best, total, weights, q_tile, k_ring, v_ring, k_full, k_empty, v_full,
-                    v_empty, turn, step, 0, positions, CONSUMER,
+                acc, best, total, rescale, weights = attend_tile(
+                    acc, best, total, rescale, weights, q_tile, k_ring, v_ring, k_full, k_empty,
+                    v_full, v_empty, turn, step, 0, positions, CONSUMER,
                     CONSUMERS, SCALE_LOG2, PING_PONG, False,
                 )  # fmt: skip
                 step += 1
             before = (step - 1) % STAGES
             mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
+            acc = acc * gl.convert_layout(rescale, rows_of_acc)[:, None]
             acc = warpgroup_mma(weights, v_ring.index(before), acc, is_async=True)
             acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
             sync_group()
