@@ -283,11 +283,13 @@ def produce(
 def weigh(scores, best, tile_start, positions, SCALE_LOG2: gl.constexpr, MASKED: gl.constexpr):
     """Give the weights of a tile, the new best score, and what the old sums are multiplied by."""
     if MASKED:
-        tokens = tile_start + gl.arange(
-            0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout)
-        )  # [BLOCK_TOKENS]
-        # Not infinite: a row may see nothing of its first tile.
-        scores = gl.where(tokens[None, :] <= positions[:, None], scores, -1.0e30)
+        # A limit above all scores up to the row's own position, and below them beyond: for numbers
+        # take fewer instructions than conditions. Not infinite: a row may see nothing of its first
+        # tile. What is no number becomes the limit.
+        columns = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
+        reach = (positions - tile_start).to(gl.float32) * 2.0e30 + 1.0e30  # [ROWS]
+        steps = columns.to(gl.float32) * 2.0e30  # [BLOCK_TOKENS]
+        scores = gl.minimum(scores, reach[:, None] - steps[None, :])  # [ROWS, BLOCK_TOKENS]
     # Scores are kept in units of log2: each exponential is then one exp2 of one multiply-add.
     new_best = gl.maximum(best, gl.max(scores, 1) * SCALE_LOG2)  # [ROWS]
     weights = gl.exp2(scores * SCALE_LOG2 - new_best[:, None])  # [ROWS, BLOCK_TOKENS]
