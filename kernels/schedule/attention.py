@@ -270,7 +270,6 @@ def attention_prefill_tma_schedules(
 _GLUON_TILES = {
     64: [(128, 4, 2), (128, 3, 2), (64, 6, 2)],
     128: [(128, 2, 2), (64, 4, 2), (64, 3, 2)],
-    256: [(64, 2, 1)],
 }
 
 
@@ -296,7 +295,6 @@ def attention_prefill_gluon_schedules(
             for pack_heads in (True, False) if 64 % group_heads == 0 else (False,):
                 yield {
                     "BLOCK_TOKENS": block_tokens,
-                    "CONSUMERS": 2,
                     "STAGES": stages,
                     "QUERY_STAGES": query_stages,
                     "PACK_HEADS": pack_heads,

@@ -1,9 +1,9 @@
 """Attend causally from any number of query tokens per sequence to its pages, specialised warps.
 
-As `attention_prefill_tma`, for Hopper alone. Programs stay, one a multiprocessor, and each has its
-warps divided: one takes blocks of queries, heaviest first, off a counter that all programs share;
-one fetches queries, keys and values with the bulk copy engine (TMA) into rings; CONSUMERS groups of
-four warps attend, 64 rows each (a row: a query and a head of it). A consumer asks for the scores of
+As `attention_prefill_tma`, for Hopper alone. Programs stay, one a multiprocessor, and divide their
+warps: one takes blocks of queries, heaviest first, off a counter that all programs share; one
+fetches queries, keys and values with the bulk copy engine (TMA) into rings; two groups of four, the
+consumers, attend, 64 rows each (a row: a query and a head of it). A consumer asks for the scores of
 a tile before it asks for the weighted sum of the tile before, and takes exponentials while that one
 is computed (FlashAttention-3, Shah et al., 2024); weights stay in registers. With PING_PONG the
 consumers take turns at the tensor cores. Tiles come last one first: masks are needed in the first
@@ -27,7 +27,6 @@ Bound by the two products: 4 * H * D operations per pair of a query and a key it
 """
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -48,7 +47,6 @@ SHAPE = dict(
 )
 SCHEDULE = dict(
     BLOCK_TOKENS=64,
-    CONSUMERS=2,
     STAGES=2,
     QUERY_STAGES=2,
     PACK_HEADS=True,
@@ -61,6 +59,7 @@ SCHEDULE = dict(
 fetch_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 sync_group = getattr(gl, "barrier", None) or gl.thread_barrier
 
+CONSUMERS = gl.constexpr(2)  # groups of four warps that attend
 ROWS = gl.constexpr(64)  # of a consumer: what one product takes
 FIELDS = gl.constexpr(8)  # numbers that describe a block of queries
 
@@ -183,7 +182,9 @@ def fetch_pages(
     """Fetch a tile of keys or values, which is part of a page, a page, or two pages."""
     BLOCK_TOKENS: gl.constexpr = tile.shape[0]
     if BLOCK_TOKENS <= PAGE_SIZE:
-        fetch_tile(desc, [(page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + slot_in_page, 0], ready, tile)
+        fetch_tile(
+            desc, [(page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + slot_in_page, 0], ready, tile
+        )
     else:
         first, second = tile.slice(0, PAGE_SIZE), tile.slice(PAGE_SIZE, PAGE_SIZE)
         fetch_tile(desc, [(page * NUM_KV_HEADS + kv_head) * PAGE_SIZE, 0], ready, first)
@@ -213,7 +214,6 @@ def produce(
     NUM_KV_HEADS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     PACK_HEADS: gl.constexpr,
-    CONSUMERS: gl.constexpr,
 ):
     """Fetch the queries of each block, and its tiles of keys and values, last tile first."""
     PLACES: gl.constexpr = board.shape[0] // FIELDS
@@ -229,8 +229,6 @@ def produce(
     while num_tiles >= 0:
         place = number % PLACES
         first_token = read_field(board, place, 1)
-        num_queries = read_field(board, place, 2)
-        first_position = read_field(board, place, 3)
         context = read_field(board, place, 4)
         head = read_field(board, place, 5)
         table_row = read_field(board, place, 6).to(gl.int64)
@@ -315,7 +313,6 @@ def attend_tile(
     tile_start,
     positions,
     CONSUMER: gl.constexpr,
-    CONSUMERS: gl.constexpr,
     SCALE_LOG2: gl.constexpr,
     PING_PONG: gl.constexpr,
     MASKED: gl.constexpr,
@@ -344,8 +341,8 @@ def attend_tile(
     mbarrier.arrive(k_empty.index(slot), count=1)
     new_weights, best, rescale = weigh(scores, best, tile_start, positions, SCALE_LOG2, MASKED)
     total = total * rescale + gl.sum(new_weights, 1)  # [ROWS]
-    # The assembler moves exponentials behind the wait for the product that they should hide, but not
-    # over a loop, such as the one that waits here for what has come long ago.
+    # The assembler moves exponentials behind the wait for the product that should hide them, but
+    # not over a loop, such as the one that waits here for what came long ago.
     mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
     new_weights = gl.convert_layout(new_weights.to(v_ring.dtype), weights.type.layout)
     acc, new_weights = warpgroup_mma_wait(0, deps=(acc, new_weights))
@@ -371,7 +368,6 @@ def consume(
     v_empty,
     turn,
     CONSUMER: gl.constexpr,
-    CONSUMERS: gl.constexpr,
     NUM_HEADS: gl.constexpr,
     GROUP_HEADS: gl.constexpr,
     SCALE_LOG2: gl.constexpr,
@@ -463,15 +459,15 @@ def consume(
             for done in range(1, num_masked):
                 acc, best, total, rescale, weights = attend_tile(
                     acc, best, total, rescale, weights, q_tile, k_ring, v_ring, k_full, k_empty,
-                    v_full, v_empty, turn, step, tile_start - done * BLOCK_TOKENS, positions, CONSUMER,
-                    CONSUMERS, SCALE_LOG2, PING_PONG, True,
+                    v_full, v_empty, turn, step, tile_start - done * BLOCK_TOKENS, positions,
+                    CONSUMER, SCALE_LOG2, PING_PONG, True,
                 )  # fmt: skip
                 step += 1
             for _ in range(num_masked, num_tiles):
                 acc, best, total, rescale, weights = attend_tile(
                     acc, best, total, rescale, weights, q_tile, k_ring, v_ring, k_full, k_empty,
                     v_full, v_empty, turn, step, 0, positions, CONSUMER,
-                    CONSUMERS, SCALE_LOG2, PING_PONG, False,
+                    SCALE_LOG2, PING_PONG, False,
                 )  # fmt: skip
                 step += 1
             before = (step - 1) % STAGES
@@ -534,14 +530,13 @@ def attention_prefill_gluon(
     PAGE_SIZE: gl.constexpr,
     SCALE: gl.constexpr,
     BLOCK_TOKENS: gl.constexpr,
-    CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     QUERY_STAGES: gl.constexpr,
     PACK_HEADS: gl.constexpr,
     PING_PONG: gl.constexpr,
     NUM_PROGRAMS: gl.constexpr,
 ):
-    """Attend from blocks of CONSUMERS * 64 rows until all are taken."""
+    """Attend from blocks of 128 rows until all are taken."""
     # Grid: axis 0 programs; each takes the next block when it has room for one.
     GROUP_HEADS: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
     PACKED: gl.constexpr = GROUP_HEADS if PACK_HEADS else 1
@@ -592,7 +587,7 @@ def attention_prefill_gluon(
                 consume,
                 (
                     out_ptr, board, posted, taken, q_ring, k_ring, v_ring, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, turn, 0, CONSUMERS, NUM_HEADS, GROUP_HEADS,
+                    k_empty, v_full, v_empty, turn, 0, NUM_HEADS, GROUP_HEADS,
                     SCALE_LOG2, PACK_HEADS, PING_PONG,
                 ),
             ),
@@ -600,7 +595,7 @@ def attention_prefill_gluon(
                 consume,
                 (
                     out_ptr, board, posted, taken, q_ring, k_ring, v_ring, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, turn, 1, CONSUMERS, NUM_HEADS, GROUP_HEADS,
+                    k_empty, v_full, v_empty, turn, 1, NUM_HEADS, GROUP_HEADS,
                     SCALE_LOG2, PACK_HEADS, PING_PONG,
                 ),
             ),
@@ -609,7 +604,7 @@ def attention_prefill_gluon(
                 (
                     q_desc, k_desc, v_desc, block_table_ptr, table_stride, board, posted, taken,
                     q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    GROUP_HEADS, NUM_KV_HEADS, PAGE_SIZE, PACK_HEADS, CONSUMERS,
+                    GROUP_HEADS, NUM_KV_HEADS, PAGE_SIZE, PACK_HEADS,
                 ),
             ),
             (
@@ -647,8 +642,8 @@ def launch(
     """Write the attention output of `num_seqs` sequences of at most `num_tokens` tokens in all."""
     num_heads, head_dim = SHAPE["NUM_HEADS"], SHAPE["HEAD_DIM"]
     packed = num_heads // SHAPE["NUM_KV_HEADS"] if SCHEDULE["PACK_HEADS"] else 1
-    block_q = 64 // packed
-    num_blocks = num_tokens // (block_q * SCHEDULE["CONSUMERS"]) + num_seqs
+    block_q = 64 // packed  # of each of two consumers
+    num_blocks = num_tokens // (2 * block_q) + num_seqs
     num_programs = min(num_blocks * (num_heads // packed), SCHEDULE["NUM_PROGRAMS"])
     # Descriptors go with the launch: none has to be kept.
     tile = [min(SCHEDULE["BLOCK_TOKENS"], SHAPE["PAGE_SIZE"]), head_dim]

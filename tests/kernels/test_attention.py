@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from treadle.kernels.emit import TEMPLATE_DIR
 from treadle.kernels.reference.attention import attention
 
+from .gluon_machine import Machine
 from .paged_inputs import PagedInputs, build_paged_inputs
 from .private_template import load_template
 
@@ -348,3 +350,118 @@ def test_prefill_in_half_precision(device: str, rng_seed: int) -> None:
     )
     out = run_prefill(inputs, BLOCK_ROWS=64, BLOCK_TOKENS=64)
     assert_same(out, reference_out(inputs))
+
+
+# --- prefill by specialised warps ---------------------------------------------------------------
+
+
+def run_specialised(
+    inputs: PagedInputs, *, num_tokens: int | None = None, launches: int = 1, **schedule: Any
+) -> torch.Tensor:
+    """Launch the Gluon template, on threads unless the inputs are on a GPU; no counter may stay."""
+    name = "attention_prefill_gluon"
+    if inputs.q.is_cuda:
+        template = vars(load_template(name, shape=inputs.shape, schedule=schedule))
+    else:
+        template = Machine().load(TEMPLATE_DIR / f"{name}.py")
+        template["SHAPE"].update(inputs.shape)
+        template["SCHEDULE"].update(schedule)
+    out = inputs.poisoned_out()
+    counters = torch.zeros(2, dtype=torch.int32, device=out.device)
+    for _ in range(launches):
+        template["launch"](
+            inputs.q,
+            inputs.k_cache,
+            inputs.v_cache,
+            inputs.block_table,
+            inputs.seq_rows,
+            inputs.query_start,
+            inputs.context_lens,
+            out,
+            counters,
+            inputs.num_tokens if num_tokens is None else num_tokens,
+            inputs.num_seqs,
+        )
+        assert counters.tolist() == [0, 0]
+    return out
+
+
+# Tiles of a part of a page, a page and two pages; groups of 1, 2, 4, 7 and 8 heads.
+SPECIALISED = [
+    pytest.param((4, 2, 64, 64), {"BLOCK_TOKENS": 32}, id="part-of-a-page"),
+    pytest.param((8, 2, 64, 64), {"BLOCK_TOKENS": 64, "PING_PONG": True}, id="ping-pong"),
+    pytest.param((8, 1, 128, 64), {"BLOCK_TOKENS": 128, "PING_PONG": True}, id="two-pages"),
+    pytest.param((2, 2, 64, 16), {"BLOCK_TOKENS": 32, "STAGES": 3}, id="pages-of-16"),
+    pytest.param((7, 1, 64, 32), {"BLOCK_TOKENS": 64, "PACK_HEADS": False}, id="head-by-head"),
+    pytest.param((4, 1, 128, 64), {"QUERY_STAGES": 1}, id="queries-once"),
+]
+
+
+@pytest.mark.parametrize("num_programs", [3, 132])
+@pytest.mark.parametrize(("model", "schedule"), SPECIALISED)
+def test_specialised_warps_match_the_reference_on_ragged_sequences(
+    model: Model, schedule: dict[str, Any], num_programs: int, device: str, rng_seed: int
+) -> None:
+    # Blocks of some tiles and of several sequences, prior context, padding, tokens of nobody.
+    sequences = [*RAGGED, (0, 0), (3, 0), (70, 300), (64, 64)]
+    inputs = draw_inputs(sequences, model, device, rng_seed, torch.float16, spare_tokens=4)
+    out = run_specialised(
+        inputs, num_tokens=inputs.num_tokens + 4, NUM_PROGRAMS=num_programs, **schedule
+    )
+    assert bool(out[inputs.num_tokens :].isnan().all())
+    live = slice(inputs.num_tokens)
+    assert_same(out[live], reference_out(inputs)[live])
+
+
+def test_specialised_warps_serve_long_prompts(device: str, rng_seed: int) -> None:
+    inputs = draw_inputs([(300, 300), (129, 450)], (4, 1, 64, 64), device, rng_seed, torch.float16)
+    out = run_specialised(inputs, BLOCK_TOKENS=64, NUM_PROGRAMS=2, PING_PONG=True)
+    assert_same(out, reference_out(inputs))
+
+
+def test_specialised_warps_can_be_launched_again_with_the_same_counters(
+    device: str, rng_seed: int
+) -> None:
+    inputs = draw_inputs([(40, 100), (9, 9)], (4, 2, 64, 64), device, rng_seed, torch.float16)
+    once = run_specialised(inputs, NUM_PROGRAMS=3)
+    assert torch.equal(once, run_specialised(inputs, NUM_PROGRAMS=3, launches=3))
+
+
+def test_specialised_warps_serve_the_tail_of_a_batch_through_slices(
+    device: str, rng_seed: int
+) -> None:
+    sequences = [(13, 30), (1, 18), (9, 25), (20, 20)]
+    inputs = draw_inputs(sequences, (4, 2, 64, 32), device, rng_seed, torch.float16)
+    tail = dataclasses.replace(
+        inputs,
+        seq_rows=inputs.seq_rows[1:],
+        query_start=inputs.query_start[1:],
+        context_lens=inputs.context_lens[1:],
+    )
+    out = run_specialised(tail, num_tokens=30, BLOCK_TOKENS=32)
+    assert bool(out[:13].isnan().all())
+    assert_same(out[13:], reference_out(inputs)[13:])
+
+
+def test_specialised_warps_trust_the_row_of_padding_over_its_length(
+    device: str, rng_seed: int
+) -> None:
+    inputs = draw_inputs([(5, 20), (3, 0)], (4, 2, 64, 64), device, rng_seed, torch.float16)
+    stale_lens = torch.tensor([20, 40], dtype=torch.int32, device=device)
+    out = run_specialised(dataclasses.replace(inputs, context_lens=stale_lens))
+    assert torch.count_nonzero(out[5:]) == 0
+
+
+def test_specialised_warps_find_their_sequence_among_hundreds(device: str, rng_seed: int) -> None:
+    sequences = [(0, 0)] * 100 + [(3, 9)] + [(0, 0)] * 160 + [(10, 10), (0, 0), (1, 4)]
+    inputs = draw_inputs(sequences, (1, 1, 64, 64), device, rng_seed, torch.float16)
+    assert_same(run_specialised(inputs, NUM_PROGRAMS=4), reference_out(inputs))
+
+
+def test_specialised_warps_survive_scores_far_beyond_the_range_of_exp(
+    device: str, rng_seed: int
+) -> None:
+    inputs = draw_inputs([(20, 70), (7, 7)], (4, 2, 64, 64), device, rng_seed, torch.float16)
+    inputs.q.mul_(200)
+    out = run_specialised(inputs)
+    assert_same(out, reference_out(inputs), slack=OF_LARGE_SCORES)

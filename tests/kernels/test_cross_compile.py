@@ -8,7 +8,9 @@ import pytest
 
 from treadle.ir.errors import MachineError
 from treadle.kernels.cross_compile import Job, Outcome, compile_many, compile_module
+from treadle.kernels.emit import Header, emit_module, read_template
 from treadle.kernels.epilogue import TILES
+from treadle.kernels.schedule.attention import attention_prefill_gluon_schedules
 
 from .linear_cases import Case, emit_case
 
@@ -102,6 +104,33 @@ def test_other_sizes_of_a_step_find_the_same_binary(tmp_path: Path) -> None:
     for outcome in compile_many(jobs, workers=1, triton_cache=cache):
         assert not outcome.error, outcome.error
     assert len(list(cache.rglob("*.cubin"))) == 1
+
+
+@pytest.mark.parametrize(("head_dim", "first"), [(128, True), (128, False), (64, True)])
+def test_specialised_warps_of_attention_compile_without_spills(
+    head_dim: int, first: bool, tmp_path: Path
+) -> None:
+    read = read_template("attention_prefill_gluon")
+    sizes = {"T": 8192, "B": 8, "C": 1024}
+    schedules = list(attention_prefill_gluon_schedules(32, 8, head_dim, 64, 2, sizes, "sm_90"))
+    facts = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "PAGE_SIZE": 64}
+    text = emit_module(
+        read,
+        name="attention_prefill",
+        shape={**facts, "SCALE": 0.125},
+        schedule=schedules[0 if first else -1],
+        header=Header("a test."),
+    )
+    path = tmp_path / "attention_prefill.py"
+    path.write_text(text)
+    cache = f"bf16[200, 8, 64, {head_dim}]"
+    tensors = (f"bf16[8192, 32, {head_dim}]", cache, cache, "i32[8, 17]", "i32[8]", "i32[9]")
+    arguments = (*tensors, "i32[8]", f"bf16[8192, {32 * head_dim}]", "i32[2]", 8192, 8)
+    (outcome,) = compile_many([Job(str(path), "sm_90", arguments)])
+    assert not outcome.error, outcome.error
+    (kernel,) = outcome.kernels
+    assert kernel.spill_bytes == 0
+    assert kernel.shared_bytes <= SHARED_LIMIT["sm_90"]
 
 
 @pytest.mark.slow

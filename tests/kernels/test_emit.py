@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -211,18 +212,21 @@ def test_emitted_linear_is_golden(
 ATTENTION = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "scale": 0.0625}
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "attention_decode",
-        "attention_prefill",
-        "attention_prefill_tma",
-        "rope_attention_decode",
-        "attention_decode_quantised",
-        "attention_prefill_quantised",
-    ],
+ATTENTION_TEMPLATES = (
+    "attention_decode",
+    "attention_prefill",
+    "attention_prefill_tma",
+    "rope_attention_decode",
+    "attention_decode_quantised",
+    "attention_prefill_quantised",
 )
-@pytest.mark.parametrize("form", ["", "window__cap", "window__sinks"])
+LIMITS = ("", "window__cap", "window__sinks")
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [*itertools.product(ATTENTION_TEMPLATES, LIMITS), ("attention_prefill_gluon", "")],
+)
 def test_emitted_attention_is_golden(
     template: str, form: str, golden: Callable[[str], Golden]
 ) -> None:
