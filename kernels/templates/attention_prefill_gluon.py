@@ -344,6 +344,7 @@ def attend_tile(
     # The assembler moves exponentials behind the wait for the product that should hide them, but
     # not over a loop, such as the one that waits here for what came long ago.
     mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
+    # Packed behind it: before, old and new weights beside the scores would take too many registers.
     new_weights = gl.convert_layout(new_weights.to(v_ring.dtype), weights.type.layout)
     acc, new_weights = warpgroup_mma_wait(0, deps=(acc, new_weights))
     sync_group()
