@@ -1,6 +1,7 @@
 """Artifact → loaded model: check it against the machine and the weights, then bring everything up.
 
-Called in the engine's worker. Reports each phase; every phase has a line in the summary.
+Called in the engine's worker. Reports each phase; every phase has a line in the summary. Weights
+come by threads of their own while this one does what needs their addresses only.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +35,7 @@ from treadle.runtime.host_memory import find_free_memory
 from treadle.runtime.host_pages import HostPages
 from treadle.runtime.page_copies import PageCopier
 from treadle.runtime.pages import PagePool
+from treadle.runtime.pending_weights import PendingWeights, can_be_pending
 from treadle.runtime.planner import PLAN, RESAMPLE, Plan, bucket_dims, read_plan
 from treadle.runtime.pooling import read_pooling
 from treadle.runtime.quick_steps import pack_weights
@@ -45,10 +49,20 @@ from treadle.runtime.state import (
     page_bytes,
 )
 from treadle.runtime.tokenizer import Tokenizer
-from treadle.runtime.triton_program import TritonProgram, allocate_workspace, capture_decode
-from treadle.runtime.weights import load_weights
+from treadle.runtime.triton_program import (
+    Kernels,
+    TritonProgram,
+    allocate_workspace,
+    capture_decode,
+)
+from treadle.runtime.weights import plan_weights, read_weights
 
 logger = logging.getLogger("treadle.runtime")
+
+# What one holds while allocating memory that another thread's capture must not see.
+Allocating = AbstractContextManager[object]
+# The programs by step and bucket, then what follows each.
+Programs = Mapping[tuple[str, int], ReferenceProgram | TritonProgram]
 
 CPU_POOL_BYTES = 2 * 2**30
 GPU_RESERVE_BYTES = 3 * 2**30  # for graphs, cuBLAS-free workspace and what torch holds back
@@ -113,6 +127,7 @@ class LoadedArtifact:
 
     `programs` are by step and bucket, decode programs not yet captured, and `resamples` follow the
     program of the same key; `warnings` say what is odd about the weights and yet usable.
+    `weights_s` is the time of weights that came beside other phases, 0 for a phase of their own.
     """
 
     artifact: Artifact
@@ -122,10 +137,11 @@ class LoadedArtifact:
     plan: Plan
     weights: Mapping[str, torch.Tensor]
     state: DeviceState
-    programs: Mapping[tuple[str, int], ReferenceProgram | TritonProgram]
-    resamples: Mapping[tuple[str, int], ReferenceProgram | TritonProgram]
+    programs: Programs
+    resamples: Programs
     workspace_bytes: int
     warnings: tuple[str, ...] = ()
+    weights_s: float = 0.0
 
     @property
     def weight_bytes(self) -> int:
@@ -138,10 +154,13 @@ def load_artifact(
     options: ServeOptions,
     begin: Callable[[str], None] = lambda phase: None,
     on_open: Callable[[Artifact, Checkpoint], object] = lambda artifact, checkpoint: None,
+    on_built: Callable[[LoadedArtifact, Allocating], object] = lambda loaded, allocating: None,
 ) -> LoadedArtifact:
     """Check an artifact, load weights, allocate state and build programs. `begin` hears each phase.
 
-    `on_open` may begin what needs the files only.
+    `on_open` may begin what needs the files only. `on_built` may use programs and the weights'
+    addresses; on a GPU their values are still on their way, and memory is allocated by the thread
+    that brings them, while it holds what `on_built` is given.
 
     Raises: ArtifactError, CheckpointError: it does not fit. MachineError: too little memory.
     """
@@ -158,33 +177,106 @@ def load_artifact(
     check_fits(artifact, checkpoint)
     on_open(artifact, checkpoint)
     device = machine.device_of(config.target)
-    begin("loading weights")
     plan = read_plan(artifact.json(artifact.part(config, PLAN)))
-    assert plan.resample is not None, "an artifact has the programs of all steps"
-    forms = dict.fromkeys(program.form for program in plan.all_programs)
-    graphs = {
-        form: parse_graph(artifact.text(artifact.part(config, f"graph/{form}.ir")))
-        for form in forms
-    }
-    any_graph = next(iter(graphs.values()))
+
+    def read_graph(form: str) -> Graph:
+        return parse_graph(artifact.text(artifact.part(config, f"graph/{form}.ir")))
+
+    first_form = plan.programs[0].form
+    any_graph = read_graph(first_form)
     warnings: list[str] = []
-    weights = load_weights(
-        any_graph.weights,
-        checkpoint,
-        device=device,
-        max_context_tokens=config.max_context_tokens,
-        warn=warnings.append,
-    )
+    recipes = plan_weights(any_graph.weights, checkpoint, warnings.append)
+    declared, window = any_graph.weights, config.max_context_tokens
+    pending = None
+    if config.target != "reference" and can_be_pending(recipes, checkpoint):
+        begin("allocating weights")
+        pending = PendingWeights(
+            declared, recipes, checkpoint, device=device, max_context_tokens=window
+        )
+        weights = pending.tensors
+    else:
+        begin("loading weights")
+        weights = read_weights(
+            declared, recipes, checkpoint, device=device, max_context_tokens=window
+        )
     begin("allocating the KV cache")
-    num_pages = decide_pages(any_graph, config, options, device)
-    vocab_size = graphs[RESAMPLE].type_of("logits").size(1)
-    state = allocate_state(cache_values(any_graph), config, num_pages, device, vocab_size)
+    passing_bytes = pending.passing_bytes if pending else 0
+    num_pages = decide_pages(any_graph, config, options, device, passing_bytes)
+    allocating = threading.Lock()
+    with _filling(pending, allocating) as wait_for_weights:
+        graphs = {first_form: any_graph}
+        for program in plan.all_programs:
+            if program.form not in graphs:
+                graphs[program.form] = read_graph(program.form)
+        vocab_size = graphs[RESAMPLE].type_of("logits").size(1)
+        state = allocate_state(cache_values(any_graph), config, num_pages, device, vocab_size)
+        programs, resamples, workspace_bytes = _build_programs(
+            artifact, config, plan, graphs, state, weights, begin
+        )
+        loaded = LoadedArtifact(
+            artifact,
+            config,
+            checkpoint,
+            graphs,
+            plan,
+            weights,
+            state,
+            programs,
+            resamples,
+            workspace_bytes,
+            tuple(warnings),
+        )
+        on_built(loaded, allocating)
+        if pending is not None:
+            begin("waiting for the weights")
+        weights_s = wait_for_weights()
+    if passing_bytes and device.type == "cuda":
+        torch.cuda.empty_cache()  # what the weights passed through is of no use to other streams
+    return replace(loaded, weights_s=weights_s)
+
+
+@contextmanager
+def _filling(
+    pending: PendingWeights | None, allocating: Allocating
+) -> Iterator[Callable[[], float]]:
+    """Fill weights by a thread of their own; give what waits for them and tells their seconds.
+
+    It ends with the block: early, where that fails.
+    """
+    if pending is None:
+        yield lambda: 0.0
+        return
+    is_over = threading.Event()
+
+    def fill() -> float:
+        began_s = time.perf_counter()
+        pending.fill(allocating, is_over.is_set)
+        return time.perf_counter() - began_s
+
+    with ThreadPoolExecutor(1, thread_name_prefix="treadle-weights") as aside:
+        coming = aside.submit(fill)
+        try:
+            yield coming.result
+        finally:
+            is_over.set()
+
+
+def _build_programs(
+    artifact: Artifact,
+    config: EngineConfig,
+    plan: Plan,
+    graphs: Mapping[str, Graph],
+    state: DeviceState,
+    weights: Mapping[str, torch.Tensor],
+    begin: Callable[[str], None],
+) -> tuple[Programs, Programs, int]:
+    """Build the programs, what follows each, and the workspace of all; give that one's bytes."""
+    assert plan.resample is not None, "an artifact has the programs of all steps"
     programs: dict[tuple[str, int], ReferenceProgram | TritonProgram] = {}
     resamples: dict[tuple[str, int], ReferenceProgram | TritonProgram] = {}
-    workspace_bytes = 0
     if config.target == "reference":
         begin("packing weights")
-        packed = pack_weights(any_graph, weights)
+        packed = pack_weights(next(iter(graphs.values())), weights)
         for each in plan.programs:
             graph = graphs[each.form]
             program = ReferenceProgram(graph, state, weights, packed)
@@ -192,33 +284,20 @@ def load_artifact(
             resamples[each.step, each.bucket] = ReferenceProgram(
                 graphs[RESAMPLE], state, {}, follows=program
             )
-    else:
-        begin("loading kernels")
-        if config.target == "cuda":
-            knobs.use_triton_cache(install_binaries(artifact.path, artifact.manifest.key))
-        workspace = allocate_workspace(plan, device)
-        workspace_bytes = workspace.num_bytes
-        for each in plan.programs:
-            dims = bucket_dims(config, each.step, each.bucket)
-            kernels = artifact.path / "kernels"
-            found = TritonProgram(each, graphs[each.form], kernels, state, weights, workspace, dims)
-            programs[each.step, each.bucket] = found
-            resamples[each.step, each.bucket] = TritonProgram(
-                plan.resample, graphs[RESAMPLE], kernels, state, {}, workspace, dims, follows=found
-            )
-    return LoadedArtifact(
-        artifact,
-        config,
-        checkpoint,
-        graphs,
-        plan,
-        weights,
-        state,
-        programs,
-        resamples,
-        workspace_bytes,
-        tuple(warnings),
-    )
+        return programs, resamples, 0
+    begin("loading kernels")
+    if config.target == "cuda":
+        knobs.use_triton_cache(install_binaries(artifact.path, artifact.manifest.key))
+    kernels = Kernels(artifact.path / "kernels")
+    workspace = allocate_workspace(plan, state.packed.device)
+    for each in plan.programs:
+        dims = bucket_dims(config, each.step, each.bucket)
+        found = TritonProgram(each, graphs[each.form], kernels, state, weights, workspace, dims)
+        programs[each.step, each.bucket] = found
+        resamples[each.step, each.bucket] = TritonProgram(
+            plan.resample, graphs[RESAMPLE], kernels, state, {}, workspace, dims, follows=found
+        )
+    return programs, resamples, workspace.num_bytes
 
 
 def load_model(
@@ -235,23 +314,30 @@ def load_model(
     check_host_memory(options.kv_host_bytes)
     timer = _PhaseTimer(report, before_s or {})
     tokenizers: list[Future[Tokenizer]] = []
+    captured: dict[str, Mapping[int, Program]] = {}
     with ThreadPoolExecutor(1, thread_name_prefix="treadle-tokenizer") as aside:
 
         def load_aside(artifact: Artifact, checkpoint: Checkpoint) -> None:
             tokenizers.append(aside.submit(_load_tokenizer, artifact, checkpoint))
 
-        loaded = load_artifact(path, options, timer.begin, load_aside)
+        def capture(built: LoadedArtifact, allocating: Allocating) -> None:
+            if built.engine.target != "cuda":
+                return
+            timer.begin("capturing CUDA graphs")
+            stream = torch.cuda.Stream()
+            captured["steps"] = capture_decode(built.programs, stream, allocating)
+            captured["resamples"] = capture_decode(built.resamples, stream, allocating)
+            timer.begin("warming up")
+            _warm_up(built)
+
+        loaded = load_artifact(path, options, timer.begin, load_aside, capture)
         timer.begin("waiting for the tokenizer")
         tokenizer = tokenizers[0].result()
     manifest, state = loaded.artifact.manifest, loaded.state
     config = loaded.engine
     steps, resamples = _by_step(loaded.programs), _by_step(loaded.resamples)
-    if config.target == "cuda":
-        timer.begin("capturing CUDA graphs")
-        steps["decode"] = capture_decode(loaded.programs)
-        resamples["decode"] = capture_decode(loaded.resamples)
-        timer.begin("warming up")
-        _warm_up(loaded)
+    if captured:
+        steps["decode"], resamples["decode"] = captured["steps"], captured["resamples"]
     warnings = [*loaded.warnings]
     pooling = options.pooling or read_pooling(loaded.checkpoint.path, warnings.append)
     host = copier = None
@@ -274,7 +360,7 @@ def load_model(
         "model": f"{manifest.model_name} ({manifest.model_architecture}, {config.dtype})",
         "target": f"{config.target} {manifest.gpu or manifest.architecture}".strip(),
         "window": f"{config.max_context_tokens} tokens",
-        "weights": f"{loaded.weight_bytes / 2**20:.0f} MiB",
+        "weights": _describe_weights(loaded),
         "workspace": f"{(loaded.workspace_bytes + state.num_bytes) / 2**20:.0f} MiB",
         "KV cache": _describe_cache(state, config),
         **({} if host is None else {"KV host memory": _describe_host(host, config)}),
@@ -308,12 +394,20 @@ def _release_memory() -> None:
 
 
 def _by_step(
-    programs: Mapping[tuple[str, int], ReferenceProgram | TritonProgram],
+    programs: Programs,
 ) -> dict[str, Mapping[int, Program]]:
     found: dict[str, dict[int, Program]] = {"decode": {}, "mixed": {}}
     for (step, bucket), program in programs.items():
         found[step][bucket] = program
     return dict(found.items())
+
+
+def _describe_weights(loaded: LoadedArtifact) -> str:
+    """Say what the weights take, and how long they took where no phase says it."""
+    size = f"{loaded.weight_bytes / 2**20:.0f} MiB"
+    if not loaded.weights_s:
+        return size
+    return f"{size}, read in {loaded.weights_s:.2f} s beside the phases from `loading kernels` on"
 
 
 def _describe_cache(state: DeviceState, config: EngineConfig) -> str:
@@ -350,7 +444,7 @@ def _warm_up(loaded: LoadedArtifact) -> None:
         if step == "mixed":
             program.run(1, 1)
             loaded.resamples[step, bucket].run(1, 1)
-    torch.cuda.synchronize()
+    torch.cuda.current_stream().synchronize()  # this one's: weights may still be on their way
 
 
 def _load_tokenizer(artifact: Artifact, checkpoint: Checkpoint) -> Tokenizer:
@@ -363,9 +457,15 @@ def _load_tokenizer(artifact: Artifact, checkpoint: Checkpoint) -> Tokenizer:
 
 
 def decide_pages(
-    graph: Graph, config: EngineConfig, options: ServeOptions, device: torch.device
+    graph: Graph,
+    config: EngineConfig,
+    options: ServeOptions,
+    device: torch.device,
+    spare_bytes: int = 0,
 ) -> int:
     """Give the number of pages: as asked, or as many as fit after weights and a reserve.
+
+    `spare_bytes` are left free on a GPU beside that reserve.
 
     Raises: ConfigError: the pool asked for holds not even one request of the window's pages.
     MachineError: nothing fits.
@@ -384,7 +484,7 @@ def decide_pages(
         return min(pages, most)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        room = free - GPU_RESERVE_BYTES - open_page_bytes(graph, config)
+        room = free - GPU_RESERVE_BYTES - spare_bytes - open_page_bytes(graph, config)
     else:
         room, total = CPU_POOL_BYTES, CPU_POOL_BYTES
     pages = room // each

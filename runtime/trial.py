@@ -19,7 +19,7 @@ from treadle.kernels.dtypes import TORCH_DTYPES
 from treadle.runtime import planner
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.state import DeviceState, allocate_state, cache_values
-from treadle.runtime.triton_program import Capturable, TritonProgram, Workspace
+from treadle.runtime.triton_program import Capturable, Kernels, TritonProgram, Workspace
 from treadle.runtime.weights import rope_table
 
 
@@ -36,11 +36,12 @@ class Trial:
         self, plan: planner.Plan, kernels: Path, workspace: Workspace
     ) -> dict[tuple[str, int], TritonProgram]:
         """Build the programs of a plan, by step and bucket."""
+        modules = Kernels(kernels)
         return {
             (each.step, each.bucket): TritonProgram(
                 each,
                 self.graphs[each.form],
-                kernels,
+                modules,
                 self.state,
                 self.weights,
                 workspace,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -48,6 +50,33 @@ def allocate_workspace(plan: Plan, device: torch.device) -> Workspace:
     return Workspace(torch.zeros(size, dtype=torch.uint8, device=device), scratch)
 
 
+class Kernels:
+    """The modules of a folder, each looked at once though every layer of every program asks for it.
+
+    Files must stay as they are for as long as it is used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._found: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {}
+
+    def launch_of(self, kernel: str) -> tuple[Callable[..., None], tuple[str, ...]]:
+        """Give a module's `launch` and the names of its parameters.
+
+        Raises: ArtifactError: there is no such module.
+        """
+        if kernel not in self._found:
+            path = self._folder / f"{kernel}.py"
+            if not path.is_file():
+                raise ArtifactError(
+                    f"The plan launches `{kernel}`, but there is no {path}.",
+                    remedy="Compile the model again.",
+                )
+            function = load_module(path, kernel.partition(".")[0]).launch
+            self._found[kernel] = function, tuple(inspect.signature(function).parameters)
+        return self._found[kernel]
+
+
 class TritonProgram:
     """Launch a program's kernels. Every argument but the sizes is bound once.
 
@@ -60,7 +89,7 @@ class TritonProgram:
         self,
         plan: ProgramPlan,
         graph: Graph,
-        kernels: Path,
+        kernels: Kernels,
         state: DeviceState,
         weights: Mapping[str, torch.Tensor],
         workspace: Workspace,
@@ -84,16 +113,10 @@ class TritonProgram:
         }
         self._launches: list[tuple[str, Callable[..., None], list[object], tuple[bool, ...]]] = []
         for launch in plan.launches:
-            path = kernels / f"{launch.kernel}.py"
-            if not path.is_file():
-                raise ArtifactError(
-                    f"The plan launches `{launch.kernel}`, but there is no {path}.",
-                    remedy="Compile the model again.",
-                )
-            function = load_module(path, launch.kernel.partition(".")[0]).launch
+            function, parameters = kernels.launch_of(launch.kernel)
             bound: list[object] = []
             sizes: list[str] = []
-            for parameter in inspect.signature(function).parameters:  # the sizes come last
+            for parameter in parameters:  # the sizes come last
                 kind, _, name = launch.arguments[parameter].partition(":")
                 if kind == "size":
                     sizes.append(name)
@@ -148,19 +171,38 @@ class Capturable(Protocol):
 
 
 class GraphedProgram:
-    """Replay a program as one CUDA graph, captured at given sizes (by default its bucket's)."""
+    """Replay a program as one CUDA graph, captured at given sizes (by default its bucket's).
+
+    Other threads may copy and compute meanwhile, but not on `stream`, and may allocate memory only
+    where they hold `allocating`: a capture owns what the allocator gives out.
+    """
 
     def __init__(
-        self, program: Capturable, pool: _POOL_HANDLE, sizes: tuple[int, int] | None = None
+        self,
+        program: Capturable,
+        pool: _POOL_HANDLE,
+        sizes: tuple[int, int] | None = None,
+        *,
+        stream: torch.cuda.Stream | None = None,
+        allocating: AbstractContextManager[object] | None = None,
     ) -> None:
         self._program = program
-        sizes = sizes or (program.plan.bucket, program.plan.bucket)
-        # Uncaptured once: kernels are loaded, and a fault shows its own name.
-        program.run(*sizes)
-        torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        sizes = sizes or (program.plan.bucket, program.plan.bucket)
+        stream = stream or torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # Uncaptured once: kernels are loaded, and a fault shows its own name.
             program.run(*sizes)
+            stream.synchronize()
+            # Not by `torch.cuda.graph`, which waits for all of the device and gives the allocator's
+            # memory back before each capture: both disturb who uploads weights meanwhile.
+            with allocating or nullcontext():
+                self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    program.run(*sizes)
+                finally:
+                    self._graph.capture_end()
 
     def run(self, num_tokens: int, num_seqs: int) -> Mapping[str, torch.Tensor]:
         """Replay; sequences beyond the step's own are padding rows."""
@@ -170,20 +212,22 @@ class GraphedProgram:
 
 def capture_decode(
     programs: Mapping[tuple[str, int], object],
+    stream: torch.cuda.Stream,
+    allocating: AbstractContextManager[object] | None = None,
 ) -> Mapping[int, GraphedProgram]:
     """Capture a graph per decode bucket, the largest first: the smaller ones reuse its memory.
 
-    `programs` are those of the steps, or those that follow them.
+    `programs` are those of the steps, or those that follow them; `allocating` is what other threads
+    hold that allocate memory meanwhile.
     """
     pool = torch.cuda.graph_pool_handle()
-    captured = {}
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for step, bucket in sorted(programs, reverse=True):
-            program = programs[step, bucket]
-            if step == "decode" and isinstance(program, TritonProgram):
-                captured[bucket] = GraphedProgram(program, pool, (bucket, bucket))
-        torch.cuda.synchronize()
-    return captured
+    return {
+        bucket: GraphedProgram(
+            program, pool, (bucket, bucket), stream=stream, allocating=allocating
+        )
+        for (step, bucket), program in sorted(programs.items(), key=itemgetter(0), reverse=True)
+        if step == "decode" and isinstance(program, TritonProgram)
+    }
 
 
 def _place_values(

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,9 +22,9 @@ import torch
 from treadle.ir.errors import CheckpointError
 from treadle.runtime.checkpoint import Checkpoint
 
-MAX_THREADS = 8
+MAX_THREADS = 12
 BLOCK_BYTES = 16 * 2**20
-AHEAD_BYTES = 2 * 2**30  # of tensors that are on their way and not asked for yet
+AHEAD_BYTES = 2**30  # of tensors without a place that are on their way and not asked for yet
 
 
 class Uploader:
@@ -31,16 +32,26 @@ class Uploader:
 
     Use: with Uploader(checkpoint, device, names, ahead=True) as uploader: uploader.take(names[0])
     Without `ahead`, and where a format's values have to be computed, a tensor is read when it is
-    asked for.
+    asked for. `places` has, by number, those tensors whose memory is there already, as long as the
+    stored ones and contiguous; memory for the others is allocated in turn, holding `allocating`.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, device: torch.device, names: Iterable[str], *, ahead: bool
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        names: Iterable[str],
+        *,
+        ahead: bool,
+        places: Mapping[int, torch.Tensor] | None = None,
+        allocating: AbstractContextManager[object] | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._device = device
         self._ahead = ahead
-        self._waiting = deque(names)
+        self._places = places or {}
+        self._allocating = allocating or nullcontext()
+        self._waiting = deque(enumerate(names))
         self._coming: deque[_Coming] = deque()
         self._coming_bytes = 0
         self._files: dict[Path, int] = {}
@@ -71,7 +82,7 @@ class Uploader:
         assert coming.name == name, f"`{name}` was asked for, `{coming.name}` is the next"
         if coming.tensor is None:
             return self._checkpoint.tensor(name, self._device)
-        self._coming_bytes -= coming.tensor.nbytes
+        self._coming_bytes -= coming.own_bytes
         for block in coming.blocks:
             arrival = block.result()
             if arrival is not None:
@@ -80,16 +91,19 @@ class Uploader:
 
     def _send_ahead(self) -> None:
         while self._waiting and (not self._coming or self._coming_bytes < AHEAD_BYTES):
-            coming = self._send(self._waiting.popleft())
+            coming = self._send(*self._waiting.popleft())
             self._coming.append(coming)
-            if coming.tensor is not None:
-                self._coming_bytes += coming.tensor.nbytes
+            self._coming_bytes += coming.own_bytes
 
-    def _send(self, name: str) -> _Coming:
+    def _send(self, number: int, name: str) -> _Coming:
         entry = self._checkpoint.entry(name) if self._ahead else None
         if entry is None or entry.start == entry.stop:
             return _Coming(name)
-        tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
+        tensor, own_bytes = self._places.get(number), 0
+        if tensor is None:
+            with self._allocating:
+                tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
+            own_bytes = tensor.nbytes
         target = tensor.view(-1).view(torch.uint8)  # [N * element size]
         # The memory may be that of a tensor whose last use is still to come on this stream.
         free = torch.cuda.current_stream(self._device).record_event() if tensor.is_cuda else None
@@ -99,7 +113,7 @@ class Uploader:
                 range(0, target.numel(), BLOCK_BYTES), target.split(BLOCK_BYTES), strict=True
             )
         ]
-        return _Coming(name, tensor, tuple(blocks))
+        return _Coming(name, tensor, own_bytes, tuple(blocks))
 
     def _copy_block(
         self, file: Path, start: int, target: torch.Tensor, free: torch.cuda.Event | None
@@ -126,6 +140,7 @@ class _Coming:
 
     name: str
     tensor: torch.Tensor | None = None
+    own_bytes: int = 0  # allocated for it; 0 where it had a place
     blocks: tuple[Future[torch.cuda.Event | None], ...] = ()
 
 

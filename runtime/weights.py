@@ -7,7 +7,9 @@ Called by the engine and by `verify`; must not know any model.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -30,9 +32,34 @@ KNOWN_EXTRAS = (
 )
 NAMES_SHOWN = 6
 
-# What decides a loaded tensor: the names of its parts, the order of its rows, and its dtype.
-_Order = tuple[int, tuple[int, ...], int, tuple[int, ...], bool]
-_Key = tuple[tuple[str, ...], _Order, torch.dtype]
+
+@dataclass(frozen=True)
+class Recipe:
+    """Make one tensor of `sources` in the checkpoint, arranged as `weight` declares.
+
+    `names` are the weights that share it; `weight` is the first of them.
+    """
+
+    weight: Weight
+    names: tuple[str, ...]
+    sources: tuple[str, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype to load in."""
+        return TORCH_DTYPES[self.weight.type.dtype]
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether one tensor of the checkpoint holds those of all experts."""
+        return _holds_all_experts(self.weight, self.sources[0])
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether the sources as they are, one after another, are the weight."""
+        weight = self.weight
+        moves = weight.interleave or weight.groups > 1 or weight.rope_pairs or weight.transposed
+        return not moves
 
 
 def check_names(weights: Iterable[Weight], checkpoint: Checkpoint) -> None:
@@ -119,6 +146,37 @@ def _check_tensor(checkpoint: Checkpoint, name: str, expected: tuple[int, ...]) 
         )
 
 
+def plan_weights(
+    weights: Iterable[Weight], checkpoint: Checkpoint, warn: Callable[[str], None]
+) -> tuple[Recipe, ...]:
+    """Give what is made of which tensors, for all weights but the computed ones.
+
+    `warn` is told what is odd and yet usable.
+    Raises: CheckpointError: see `check_names`.
+    """
+    weights = tuple(weights)
+    check_names(weights, checkpoint)
+    # What decides a loaded tensor: the names of its parts, the order of its rows, and its dtype.
+    alike: dict[tuple[tuple[str, ...], *tuple[object, ...]], list[Weight]] = {}
+    for weight in weights:
+        if weight.rope:
+            continue
+        key = (
+            _choose_sources(weight, checkpoint, warn),
+            weight.interleave,
+            weight.sections,
+            weight.groups,
+            weight.rope_pairs,
+            weight.transposed,
+            weight.type.dtype,
+        )
+        alike.setdefault(key, []).append(weight)
+    return tuple(
+        Recipe(each[0], tuple(weight.name for weight in each), sources)
+        for (sources, *_), each in alike.items()
+    )
+
+
 def load_weights(
     weights: Iterable[Weight],
     checkpoint: Checkpoint,
@@ -133,71 +191,103 @@ def load_weights(
     Raises: CheckpointError: see `check_names`; also a tensor that holds NaN.
     """
     weights = tuple(weights)
-    check_names(weights, checkpoint)
-    by_key: dict[_Key, list[Weight]] = {}
-    result: dict[str, torch.Tensor] = {}
-    for weight in weights:
-        if weight.rope:
-            result[weight.name] = rope_table(weight.rope, max_context_tokens).to(device)
-            continue
-        sources = _choose_sources(weight, checkpoint, warn)
-        order = (
-            weight.interleave,
-            weight.sections,
-            weight.groups,
-            weight.rope_pairs,
-            weight.transposed,
-        )
-        key = (sources, order, TORCH_DTYPES[weight.type.dtype])
-        by_key.setdefault(key, []).append(weight)
-    names = [name for sources, _, _ in by_key for name in sources]
-    finite: list[tuple[str, torch.dtype, torch.Tensor]] = []
-    with Uploader(checkpoint, device, names, ahead=device.type == "cuda") as uploader:
-
-        def take(name: str, dtype: torch.dtype) -> torch.Tensor:
-            part = uploader.take(name).to(dtype)
-            # Looked at when all are there: each look would wait for the device.
-            finite.append((name, dtype, torch.isfinite(part).all()))
-            return part
-
-        for (sources, _, dtype), same in by_key.items():
-            parts = (take(name, dtype) for name in sources)
-            is_joined = _holds_all_experts(same[0], sources[0])
-            loaded = _assemble(same[0], parts, device, is_joined=is_joined)
-            result |= {each.name: loaded for each in same}
-    for name, dtype, is_finite in finite:
-        if not bool(is_finite):
-            raise CheckpointError(
-                f"`{name}` in {checkpoint.path} holds NaN or infinite values as {dtype}.",
-                remedy="Compile with a wider --dtype (bfloat16), or fetch the file again.",
-            )
-    return result
+    return read_weights(
+        weights,
+        plan_weights(weights, checkpoint, warn),
+        checkpoint,
+        device=device,
+        max_context_tokens=max_context_tokens,
+    )
 
 
-def _assemble(
-    weight: Weight, parts: Iterator[torch.Tensor], device: torch.device, *, is_joined: bool
+def read_weights(
+    weights: Iterable[Weight],
+    recipes: Sequence[Recipe],
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device,
+    max_context_tokens: int,
+) -> Mapping[str, torch.Tensor]:
+    """Load weights by the recipes that were planned for them. Raises: see `load_weights`."""
+    sources = [source for recipe in recipes for source in recipe.sources]
+    with Uploader(checkpoint, device, sources, ahead=device.type == "cuda") as uploader:
+        made = [assemble(recipe, uploader.take, device) for recipe in recipes]
+    check_finite(recipes, made, checkpoint)
+    return name_weights(weights, recipes, made, max_context_tokens)
+
+
+def name_weights(
+    weights: Iterable[Weight],
+    recipes: Sequence[Recipe],
+    made: Sequence[torch.Tensor],
+    max_context_tokens: int,
+) -> Mapping[str, torch.Tensor]:
+    """Give every weight its tensor by name, those of rope computed."""
+    found: dict[str, torch.Tensor] = {}
+    for recipe, tensor in zip(recipes, made, strict=True):
+        found |= dict.fromkeys(recipe.names, tensor)
+    device = made[0].device
+    tables = {w.name: rope_table(w.rope, max_context_tokens).to(device) for w in weights if w.rope}
+    return found | tables
+
+
+def check_finite(
+    recipes: Sequence[Recipe], made: Sequence[torch.Tensor], checkpoint: Checkpoint
+) -> None:
+    """Look at all values at once, when all are there: each look waits for the device.
+
+    Raises: CheckpointError: some are NaN or infinite; names the tensor of the checkpoint.
+    """
+    # The extremes of a tensor are NaN where any value is; no other look needs so little memory.
+    extremes = torch.stack([bound.double() for each in made for bound in torch.aminmax(each)])
+    for index in (~extremes.isfinite()).nonzero().flatten().tolist():
+        recipe = recipes[index // 2]
+        for name in recipe.sources:
+            if not checkpoint.tensor(name).to(recipe.dtype).isfinite().all():
+                raise CheckpointError(
+                    f"`{name}` in {checkpoint.path} holds NaN or infinite values as "
+                    f"{recipe.dtype}.",
+                    remedy="Compile with a wider --dtype (bfloat16), or fetch the file again.",
+                )
+
+
+def assemble(
+    recipe: Recipe,
+    take: Callable[[str], torch.Tensor],
+    device: torch.device,
+    into: torch.Tensor | None = None,
+    allocating: AbstractContextManager[object] | None = None,
 ) -> torch.Tensor:
     """Arrange a weight's tensors as they come; those of experts go to their places one by one.
 
-    `is_joined` says that all experts are in one tensor.
+    The result is `into`, where that is given. Memory is allocated while holding `allocating`; no
+    tensor is taken meanwhile.
     """
+    weight, allocating = recipe.weight, allocating or nullcontext()
 
     def in_order(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        rows = [part.mT if weight.transposed else part for part in tensors]
+        rows = [tensor.to(recipe.dtype) for tensor in tensors]
+        rows = [part.mT if weight.transposed else part for part in rows]
         rows = [sort_sections(part, weight.sections, weight.groups) for part in rows]
         return arrange(rows, weight.interleave)
 
     if not weight.stack:
-        return pair_halves(in_order(parts), weight.rope_pairs)
-    dtype = TORCH_DTYPES[weight.type.dtype]
-    stacked = torch.empty(weight.type.bound_shape({}), dtype=dtype, device=device)
-    if is_joined:
-        experts: Iterable[list[torch.Tensor]] = ([one] for one in next(parts))
+        parts = [take(name) for name in recipe.sources]
+        with allocating:
+            made = pair_halves(in_order(parts), weight.rope_pairs)
+            return made if into is None else into.copy_(made)
+    if into is None:
+        with allocating:
+            into = torch.empty(weight.type.bound_shape({}), dtype=recipe.dtype, device=device)
+    if recipe.is_joined:
+        experts: Iterable[list[torch.Tensor]] = ([one] for one in take(recipe.sources[0]))
     else:
-        experts = ([next(parts) for _ in weight.parts] for _ in range(weight.stack))
+        names = iter(recipe.sources)
+        experts = ([take(next(names)) for _ in weight.parts] for _ in range(weight.stack))
     for expert, own in enumerate(experts):
-        stacked[expert] = in_order(own)
-    return stacked
+        with allocating:
+            into[expert] = in_order(own)
+    return into
 
 
 def _choose_sources(
