@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import triton
+from triton.runtime.cache import triton_key
 
 from treadle.ir import knobs
 from treadle.ir.errors import ArtifactError, ConfigError, MachineError
@@ -286,17 +287,22 @@ def _build_programs(
             )
         return programs, resamples, 0
     begin("loading kernels")
-    if config.target == "cuda":
-        knobs.use_triton_cache(install_binaries(artifact.path, artifact.manifest.key))
-    kernels = Kernels(artifact.path / "kernels")
-    workspace = allocate_workspace(plan, state.packed.device)
-    for each in plan.programs:
-        dims = bucket_dims(config, each.step, each.bucket)
-        found = TritonProgram(each, graphs[each.form], kernels, state, weights, workspace, dims)
-        programs[each.step, each.bucket] = found
-        resamples[each.step, each.bucket] = TritonProgram(
-            plan.resample, graphs[RESAMPLE], kernels, state, {}, workspace, dims, follows=found
-        )
+    with ThreadPoolExecutor(1, thread_name_prefix="treadle-triton") as aside:
+        if config.target == "cuda":
+            knobs.use_triton_cache(install_binaries(artifact.path, artifact.manifest.key))
+            # Before its first launch Triton hashes its own library, 0.3 s without Python's lock.
+            hashing = aside.submit(triton_key)
+        kernels = Kernels(artifact.path / "kernels")
+        workspace = allocate_workspace(plan, state.packed.device)
+        for each in plan.programs:
+            dims = bucket_dims(config, each.step, each.bucket)
+            found = TritonProgram(each, graphs[each.form], kernels, state, weights, workspace, dims)
+            programs[each.step, each.bucket] = found
+            resamples[each.step, each.bucket] = TritonProgram(
+                plan.resample, graphs[RESAMPLE], kernels, state, {}, workspace, dims, follows=found
+            )
+        if config.target == "cuda":
+            hashing.result()
     return programs, resamples, workspace.num_bytes
 
 
