@@ -6,9 +6,12 @@ that needs one, so that what only compares can do without.
 
 from __future__ import annotations
 
+import ast
 import ctypes
+import importlib.util
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.ir import knobs
@@ -60,6 +63,37 @@ def glance() -> Machine:
 
 
 def _installed_version(package: str) -> str:
+    """Give what the package calls its version, as its `version.py` says if it has one.
+
+    A build of torch says more there (`2.11.0+cu130`) than the metadata it was installed with.
+    """
+    return _own_version(package) or _metadata_version(package)
+
+
+def _own_version(package: str) -> str:
+    """Read `__version__ = "…"` of a package's `version.py` without importing it; empty if none."""
+    try:
+        spec = importlib.util.find_spec(package)  # imports parents only, and this has none
+        folders = (spec and spec.submodule_search_locations) or ()
+        texts = [(Path(folder) / "version.py").read_text(encoding="utf-8") for folder in folders]
+        statements = [statement for text in texts for statement in ast.parse(text).body]
+    except (OSError, ValueError, SyntaxError):  # none, or nothing that can be read
+        return ""
+    for statement in statements:
+        if isinstance(statement, ast.AnnAssign):
+            targets: list[ast.expr] = [statement.target]
+        elif isinstance(statement, ast.Assign):
+            targets = statement.targets
+        else:
+            continue
+        value = statement.value
+        named = any(isinstance(t, ast.Name) and t.id == "__version__" for t in targets)
+        if named and isinstance(value, ast.Constant) and isinstance(value.value, str):
+            return value.value
+    return ""
+
+
+def _metadata_version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

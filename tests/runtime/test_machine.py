@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +61,36 @@ def test_a_library_that_is_no_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_package_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine._installed_version("no-such-package-of-ours") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("from typing import Optional\n__version__ = '2.11.0+cu130'\ndebug = False\n", "+cu130"),
+        ("__version__: str = '2.11.0+cu130'\n", "+cu130"),
+        ("__version__ = read_it()\n", ""),
+        ("git_version = '4f1e'\n", ""),
+        ("this is no Python\n", ""),
+        (None, ""),
+    ],
+)
+def test_a_version_is_what_the_package_says_else_what_its_metadata_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, expected: str
+) -> None:
+    """And it is read without importing the package."""
+    package = tmp_path / "made_up_for_machine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    if text is not None:
+        (package / "version.py").write_text(text)
+    metadata = tmp_path / "made_up_for_machine-2.11.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: made_up_for_machine\nVersion: 2.11.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert machine._installed_version("made_up_for_machine") == f"2.11.0{expected}"
+    assert "made_up_for_machine" not in sys.modules
 
 
 @pytest.mark.parametrize(("gpu", "target"), [("NVIDIA H200", "cuda"), ("", "reference")])
