@@ -18,7 +18,8 @@ Shapes (H query heads, G KV heads, D head dim, S tokens per page, P pages, R row
   query_start   i32[num_seqs + 1]: first token of each sequence, counted from the start of `q`; the
                 arrays of sequences may be slices that start at any sequence of the step
   context_lens  i32[num_seqs]: tokens in the cache, the queries' own included
-  counters      i32[2]: blocks taken, programs that are done; zero before and after every launch
+  counters      i32[2]: blocks taken but for the first ones, programs that are done; zero before and
+                after every launch
 
 Grid: programs that stay. Block n of them all is head n % heads (KV heads if PACK_HEADS, else query
 heads) of the n // heads-th query block from the end; sequence i owns the query blocks from
@@ -122,12 +123,12 @@ def plan(
     BLOCK_Q: gl.constexpr,
     BLOCK_TOKENS: gl.constexpr,
 ):
-    """Take blocks of queries off the shared counter, and say where each of them lies."""
+    """Take a first block of queries, others off the shared counter; say where each of them lies."""
     SEARCH_WIDTH: gl.constexpr = 256
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     launch_start = gl.load(query_start_ptr)
     number = 0
-    item = gl.atomic_add(counters_ptr, 1)
+    item = gl.program_id(0)
     while item < num_blocks * HEADS:
         block = num_blocks - 1 - item // HEADS
         # Sequence i owns the query blocks from first_blocks[i] on, which grow strictly with i: the
@@ -166,7 +167,7 @@ def plan(
                 table_row,
             )
             number += 1
-        item = gl.atomic_add(counters_ptr, 1)
+        item = gl.num_programs(0) + gl.atomic_add(counters_ptr, 1)
     announce(board, posted, taken, number, -1, 0, 0, 0, 0, 0, 0)
     # Who is the last to leave has seen all others take their last number.
     if gl.atomic_add(counters_ptr + 1, 1) == gl.num_programs(0) - 1:

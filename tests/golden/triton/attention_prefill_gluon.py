@@ -101,12 +101,12 @@ def plan(
     BLOCK_Q: gl.constexpr,
     BLOCK_TOKENS: gl.constexpr,
 ):
-    """Take blocks of queries off the shared counter, and say where each of them lies."""
+    """Take a first block of queries, others off the shared counter; say where each of them lies."""
     SEARCH_WIDTH: gl.constexpr = 256
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     launch_start = gl.load(query_start_ptr)
     number = 0
-    item = gl.atomic_add(counters_ptr, 1)
+    item = gl.program_id(0)
     while item < num_blocks * HEADS:
         block = num_blocks - 1 - item // HEADS
         # Sequence i owns the query blocks from first_blocks[i] on, which grow strictly with i: the
@@ -145,7 +145,7 @@ def plan(
                 table_row,
             )
             number += 1
-        item = gl.atomic_add(counters_ptr, 1)
+        item = gl.num_programs(0) + gl.atomic_add(counters_ptr, 1)
     announce(board, posted, taken, number, -1, 0, 0, 0, 0, 0, 0)
     # Who is the last to leave has seen all others take their last number.
     if gl.atomic_add(counters_ptr + 1, 1) == gl.num_programs(0) - 1:
