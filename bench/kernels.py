@@ -2,8 +2,9 @@
 
 Run: python bench/kernels.py --model llama-3.1-8b --batches 1,2,8,32,64,256 --prompts 1x1024,8x1024
 A kernel's time is that of its launches alone in a CUDA graph, layer after layer, each on its own
-weights: the L2 cache is as cold as in a step. The peers run over the same weights the same way. The
-launch of a graph, 8 µs, is shared by its layers: with fewer of them small kernels look slower.
+weights: the L2 cache is as cold as in a step. The peers run over the same weights the same way, a
+round of each in turn, so that all meet the same clocks. The launch of a graph, 8 µs, is shared by
+its layers: with fewer of them small kernels look slower.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from treadle.bench.cases import add_options, play  # noqa: E402
 from treadle.bench.random_models import CONFIGS, BenchEngine, build_engine  # noqa: E402
 from treadle.bench.rows import Row, conditions, with_goal  # noqa: E402
-from treadle.bench.timing import Spread, time_us  # noqa: E402
+from treadle.bench.timing import Spread, time_in_turn, timed_round  # noqa: E402
 from treadle.ir.cost import op_cost  # noqa: E402
-from treadle.ir.graph import Graph, Op  # noqa: E402
+from treadle.ir.graph import Op  # noqa: E402
 from treadle.kernels.dtypes import TORCH_DTYPES  # noqa: E402
 from treadle.runtime import machine  # noqa: E402
 from treadle.runtime.config import KV_DTYPES  # noqa: E402
@@ -131,25 +132,35 @@ def measure(
     # The first of a name is that of most layers; others get a number.
     for module, indices in sorted(by_module.items(), key=lambda item: -len(item[1])):
         selected = SelectedProgram(program, indices)
-        spread = time_us(
-            lambda selected=selected: selected.run(work.bucket, work.num_seqs),  # type: ignore[misc]
-            device,
-            rounds,
-            before=lambda: length.fill_(work.context_tokens),
-        )
         mine = [ops[program.plan.launches[index].op] for index in indices]
         cost = op_cost(mine[0], graph, dims)
-        found = Measured(
+        rows = _rows(mine[0], program)
+        ours = timed_round(
+            lambda selected=selected: selected.run(work.bucket, work.num_seqs),  # type: ignore[misc]
+            device,
+            before=lambda: length.fill_(work.context_tokens),
+        )
+        weights = _matrices(mine, program)
+        if weights:
+            calls = {CUBLAS: _multiply(list(weights.values()), rows)}
+        else:
+            calls = _attend(mine, work, engine)
+        peers, missing = _ready_peers(calls, device)
+        spreads = time_in_turn({"": ours, **peers}, rounds)
+        each = {name: spread.per(len(indices)) for name, spread in spreads.items()}
+        yield Measured(
             name,
             work,
             module.partition(".")[0],
             len(indices),
-            _rows(mine[0], program),
-            spread.per(len(indices)),
+            rows,
+            each.pop(""),
             cost.flops,
             cost.bytes,
+            {peer: spread.us for peer, spread in each.items()},
+            missing,
+            tuple(weights),
         )
-        yield _with_peer(found, mine, graph, engine, program, rounds)
 
 
 def _rows(op: Op, program: TritonProgram) -> int:
@@ -157,49 +168,28 @@ def _rows(op: Op, program: TritonProgram) -> int:
     return shapes[0][0] if shapes else 0
 
 
-def _with_peer(
-    found: Measured,
-    ops: list[Op],
-    graph: Graph,
-    engine: BenchEngine,
-    program: TritonProgram,
-    rounds: int,
-) -> Measured:
-    """Time libraries doing the op's heavy part, over the same weights or as much cache."""
-    device = engine.trial.state.packed.device
-    kinds = {inner.kind: inner for inner in ops[0].plain}
-    if "linear" in kinds:
-        names = [name for op in ops for name in op.inputs if name.startswith("@")]
-        matrices = {
-            name: program.tensors[name] for name in names if program.tensors[name].dim() == 2
-        }
-        call = _multiply(list(matrices.values()), found.rows)
-        found = replace(found, weights=tuple(matrices))
-        return _timed_beside(found, {CUBLAS: call}, len(ops), rounds, device)
-    if "attention" in kinds:
-        calls = _attend(kinds["attention"], len(ops), found.work, engine)
-        return _timed_beside(found, calls, len(ops), rounds, device)
-    return found
+def _matrices(ops: list[Op], program: TritonProgram) -> dict[str, torch.Tensor]:
+    """Give the weights that the ops multiply by, by name; none where they are no linears."""
+    if not any(inner.kind == "linear" for inner in ops[0].plain):
+        return {}
+    names = [name for op in ops for name in op.inputs if name.startswith("@")]
+    return {name: program.tensors[name] for name in names if program.tensors[name].dim() == 2}
 
 
-def _timed_beside(
-    found: Measured,
-    calls: Mapping[str, Callable[[], object]],
-    count: int,
-    rounds: int,
-    device: torch.device,
-) -> Measured:
-    """Add each peer's time, or why there is none: a library that can't do it stops nothing."""
-    peers: dict[str, float] = {}
+def _ready_peers(
+    calls: Mapping[str, Callable[[], object]], device: torch.device
+) -> tuple[dict[str, Callable[[], float]], dict[str, str]]:
+    """Make each peer's rounds ready, or say why there are none: what fails there stops nothing."""
+    ready: dict[str, Callable[[], float]] = {}
     missing: dict[str, str] = {}
     for name, call in calls.items():
-        if name == "torch SDPA" and peers:
+        if name == "torch SDPA" and ready:
             continue  # it stands in for those that specialise
         try:
-            peers[name] = time_us(call, device, rounds).per(count).us
+            ready[name] = timed_round(call, device)
         except RuntimeError as error:
             missing[name] = str(error).splitlines()[0].partition(". ")[0]
-    return replace(found, peers=peers, missing=missing)
+    return ready, missing
 
 
 def _multiply(matrices: list[torch.Tensor], rows: int) -> Callable[[], object]:
@@ -218,11 +208,15 @@ def _multiply(matrices: list[torch.Tensor], rows: int) -> Callable[[], object]:
     return multiply
 
 
-def _attend(
-    op: Op, layers: int, work: Workload, engine: BenchEngine
-) -> dict[str, Callable[[], object]]:
-    """Give each of torch's ways to attend to contiguous keys and values, those of each layer."""
-    params, is_prompt = op.params, work.step == "mixed"
+def _attend(ops: list[Op], work: Workload, engine: BenchEngine) -> dict[str, Callable[[], object]]:
+    """Give each of torch's ways to attend to contiguous keys and values, those of each layer.
+
+    None where the ops do not attend.
+    """
+    kinds = {inner.kind: inner for inner in ops[0].plain}
+    if "attention" not in kinds:
+        return {}
+    params, is_prompt = kinds["attention"].params, work.step == "mixed"
     device, dtype = engine.trial.state.packed.device, TORCH_DTYPES[engine.trial.engine.dtype]
 
     def tensor(heads: int, tokens: int) -> torch.Tensor:
@@ -230,9 +224,7 @@ def _attend(
         return torch.randn(*shape, device=device, dtype=dtype)
 
     query = tensor(params.num_heads, work.context_tokens if is_prompt else 1)
-    caches = [
-        tuple(tensor(params.num_kv_heads, work.context_tokens) for _ in "kv") for _ in range(layers)
-    ]
+    caches = [tuple(tensor(params.num_kv_heads, work.context_tokens) for _ in "kv") for _ in ops]
 
     def attend(backends: list[SDPBackend]) -> None:
         with sdpa_kernel(backends):

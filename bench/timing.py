@@ -6,7 +6,7 @@ Called by the benchmarks of this folder.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,38 +32,64 @@ def time_us(
     before: Callable[[], object] = lambda: None,
 ) -> Spread:
     """Time a call; `before` runs ahead of each round and is not timed."""
+    return time_in_turn({"": timed_round(call, device, before)}, rounds)[""]
+
+
+def timed_round(
+    call: Callable[[], object],
+    device: torch.device,
+    before: Callable[[], object] = lambda: None,
+) -> Callable[[], float]:
+    """Make ready what plays and times one round of a call, in µs; it has been called once then.
+
+    `before` runs ahead of each round and is not timed.
+    """
     before()
     call()
-    times = (
-        _graphed(call, rounds, before) if device.type == "cuda" else _plain(call, rounds, before)
-    )
-    times.sort()
+    return _graphed(call, before) if device.type == "cuda" else _plain(call, before)
+
+
+def time_in_turn(timed: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Spread]:
+    """Time a round of each in turn, and again: all meet the same clocks.
+
+    A GPU under load lowers its clock within seconds: of two that were timed one after the other the
+    second would seem slower.
+    """
+    times: dict[str, list[float]] = {name: [] for name in timed}
+    for _ in range(rounds):
+        for name, timed_once in timed.items():
+            times[name].append(timed_once())
+    return {name: _spread(sorted(found)) for name, found in times.items()}
+
+
+def _spread(times: list[float]) -> Spread:
     edge = len(times) // 10
     return Spread(times[len(times) // 2], times[edge], times[-1 - edge])
 
 
-def _graphed(call: Callable[[], object], rounds: int, before: Callable[[], object]) -> list[float]:
+def _graphed(call: Callable[[], object], before: Callable[[], object]) -> Callable[[], float]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    times = []
-    for _ in range(rounds):
+
+    def time_once() -> float:
         before()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(1e3 * begin.elapsed_time(end))
-    return times
+        return 1e3 * begin.elapsed_time(end)
+
+    return time_once
 
 
-def _plain(call: Callable[[], object], rounds: int, before: Callable[[], object]) -> list[float]:
-    times = []
-    for _ in range(rounds):
+def _plain(call: Callable[[], object], before: Callable[[], object]) -> Callable[[], float]:
+    def time_once() -> float:
         before()
         began = time.perf_counter()
         call()
-        times.append(1e6 * (time.perf_counter() - began))
-    return times
+        return 1e6 * (time.perf_counter() - began)
+
+    return time_once

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.checkpoints import make_llama
 from treadle.bench import (
@@ -28,7 +30,7 @@ from treadle.bench import (
 from treadle.bench.checkpoints import write_checkpoint
 from treadle.bench.random_models import CONFIGS
 from treadle.bench.rows import Row
-from treadle.bench.timing import Spread
+from treadle.bench.timing import Spread, time_in_turn, timed_round
 from treadle.models.config import from_hf
 from treadle.runtime.checkpoint import open_checkpoint
 from treadle.runtime.roofs import Roofs
@@ -113,6 +115,33 @@ def test_kernels_are_timed_beside_their_peers(tmp_path: Path) -> None:
     assert "cuDNN SDPA" in attention["conditions"]["missing_peers"]
     assert "tiny projections, 2-64 rows, least" in rows
     assert "tiny prefill attention 1x16" in rows
+
+
+def test_a_kernel_and_its_peers_are_timed_in_turn() -> None:
+    """A clock that falls from round to round is the same for both."""
+    played: list[str] = []
+
+    def falling(name: str, us: float) -> Callable[[], float]:
+        def time_once() -> float:
+            played.append(name)
+            return us * (1 + len(played) // 2)
+
+        return time_once
+
+    spreads = time_in_turn({"ours": falling("ours", 10.0), "peer": falling("peer", 10.0)}, 11)
+    assert played == ["ours", "peer"] * 11
+    assert spreads["peer"].us == pytest.approx(spreads["ours"].us, rel=0.2)
+    assert spreads["ours"].low < spreads["ours"].us < spreads["ours"].high
+
+
+def test_what_is_not_timed_runs_ahead_of_each_round() -> None:
+    played: list[str] = []
+    timed = timed_round(
+        lambda: played.append("call"), torch.device("cpu"), lambda: played.append("before")
+    )
+    assert played == ["before", "call"]
+    assert time_in_turn({"ours": timed}, 2)["ours"].us >= 0
+    assert played == ["before", "call"] * 3
 
 
 def test_what_goals_are_set_for_is_summed_up() -> None:
