@@ -14,7 +14,7 @@ import torch
 from treadle.ir.graph import Graph, Op, RopeTable
 from treadle.runtime.loading import LoadedArtifact
 from treadle.runtime.reference_program import ReferenceProgram
-from treadle.runtime.verify import keep_layers, prepare_prompts, relative_error
+from treadle.runtime.verify import LayerCheck, keep_layers, prepare_prompts, relative_error
 from treadle.runtime.weights import rope_table
 
 EPSILONS = (1e-5, 1e-6, 1e-8)
@@ -41,12 +41,10 @@ class Finding:
 
 
 def find_cause(
-    loaded: LoadedArtifact, prompt: Sequence[int], layer: str, expected: torch.Tensor, error: float
+    loaded: LoadedArtifact, prompt: Sequence[int], departed: LayerCheck
 ) -> list[Finding]:
-    """Give the variations that bring a layer closer to what was expected, the best first.
-
-    `layer` is `layer N` or `logits`, and `error` its relative error as the model is.
-    """
+    """Give the variations that bring a layer closer to what was expected, the best first."""
+    compared = departed.compared
     graph = loaded.graphs["mixed"]
     sizes = prepare_prompts(loaded, [prompt])
     findings = []
@@ -57,9 +55,10 @@ def find_cause(
             continue
         weights = {**loaded.weights, **(variation.weights or {})}
         program = ReferenceProgram(changed, loaded.state, weights)
-        found = keep_layers(changed, program.run(*sizes, keep_values=True), *sizes)[layer]
-        findings.append(Finding(variation.what, relative_error(found, expected)))
-    closer = [finding for finding in findings if finding.error < CLOSER * error]
+        found = keep_layers(changed, program.run(*sizes, keep_values=True), *sizes)
+        error = relative_error(found[departed.layer][compared], departed.expected[compared])
+        findings.append(Finding(variation.what, error))
+    closer = [finding for finding in findings if finding.error < CLOSER * departed.error]
     return sorted(closer, key=lambda finding: finding.error)
 
 

@@ -55,9 +55,7 @@ def run_verify(
             departed = next((check for check in layers if not check.passed), None)
             if departed is not None:
                 report(f"looking for what {departed.layer} has wrong")
-                causes = find_cause(
-                    loaded, prompt, departed.layer, departed.expected, departed.error
-                )
+                causes = find_cause(loaded, prompt, departed)
     if as_json:
         print_json(
             {
@@ -69,6 +67,7 @@ def run_verify(
                         "error": check.error,
                         "tolerance": check.tolerance,
                         "passed": check.passed,
+                        "left_out": check.left_out,
                     }
                     for check in layers
                 ],
@@ -131,12 +130,15 @@ def _print(launches: Sequence[OpCheck], layers: Sequence[LayerCheck]) -> None:
         print("The target `reference` has no kernels: their meaning is what runs.")
     if layers:
         print("\nAgainst transformers (eager, float32):")
-        print_table(
-            [
-                (check.layer, f"{check.error:.2e}", "ok" if check.passed else "DEPARTS")
-                for check in layers
-            ]
-        )
+        print_table([(check.layer, f"{check.error:.2e}", _verdict(check)) for check in layers])
+
+
+def _verdict(check: LayerCheck) -> str:
+    verdict = "ok" if check.passed else "DEPARTS"
+    if not check.left_out:
+        return verdict
+    count = f"{check.left_out} of {len(check.compared)}"
+    return f"{verdict}, without {count} tokens, near a tie of their experts"
 
 
 def _raise_first(

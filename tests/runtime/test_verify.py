@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import edit_json, make_family, make_llama
 from tests.runtime.serving import compile_tiny
@@ -18,12 +19,15 @@ from treadle.runtime.artifact import MANIFEST, finish_manifest, read_manifest
 from treadle.runtime.checkpoint import open_checkpoint
 from treadle.runtime.diagnose import find_cause
 from treadle.runtime.loading import LoadedArtifact, ServeOptions, load_artifact
+from treadle.runtime.near_ties import choose_left_out
 from treadle.runtime.triton_program import TritonProgram
 from treadle.runtime.verify import (
     OpCheck,
     fill_adjustments,
     load_transformers,
+    play_prompt,
     prepare_prompts,
+    relative_error,
     verify_layers,
     verify_program,
 )
@@ -188,6 +192,71 @@ def test_the_first_layer_that_departs_is_the_one_whose_weight_was_changed(
     assert [each.passed for each in checks] == [True, False, False, False], checks
 
 
+EXPERTS_OF_QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+
+
+def tie_experts(tmp_path: Path, seed: int) -> tuple[LoadedArtifact, int]:
+    """Load a mixture of experts in which rounding has chosen another expert for one token.
+
+    Gives that token. The correction of an expert is set in the checkpoint so that it just misses
+    being chosen in layer 0, and then moved by two millionths in what was loaded.
+    """
+    sizes = {"first_k_dense_replace": 0, "n_shared_experts": 1, "num_hidden_layers": 3, **EXPERTS}
+    model = make_family(tmp_path / "model", "glm4_moe", seed=seed % 1000, **sizes)
+    loaded = load(compile_tiny(model, tmp_path / "first"))
+    name = "model.layers.0.mlp.gate.e_score_correction_bias"
+    scores: list[torch.Tensor] = []
+    oracle = load_transformers(loaded.checkpoint)
+    gate = oracle.model.layers[0].mlp.gate
+    gate.register_forward_pre_hook(
+        lambda module, inputs: scores.append(
+            (inputs[0].flatten(0, -2).float() @ gate.weight.float().T).sigmoid()
+        )
+    )
+    with torch.no_grad():
+        oracle(torch.tensor([PROMPT]))
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    best = (scores[0] + tensors[name]).sort(-1, descending=True)
+    gaps = best.values[:, 1] - best.values[:, 2]
+    token = int(gaps.argmin())
+    expert = int(best.indices[token, 2])
+    tensors[name][expert] += gaps[token] - 1e-6
+    save_file(tensors, file, {"format": "pt"})
+    loaded = load(compile_tiny(model, tmp_path / "second"))
+    (correction,) = [n for n in loaded.weights if "layers.0" in n and "correction" in n]
+    loaded.weights[correction][expert] += 2e-6
+    return loaded, token
+
+
+def test_a_token_that_rounding_gave_another_expert_is_left_out_and_counted(
+    tmp_path: Path, rng_seed: int
+) -> None:
+    loaded, token = tie_experts(tmp_path, rng_seed)
+    first, *_ = verify_layers(loaded, PROMPT)
+    assert first.passed and not first.compared[token]
+    assert 1 <= first.left_out <= 2
+    found = play_prompt(loaded, PROMPT)["layer 0"]
+    assert relative_error(found, first.expected) > first.tolerance
+
+
+def test_a_wrong_layer_is_found_beside_a_tie(tmp_path: Path, rng_seed: int) -> None:
+    loaded, _ = tie_experts(tmp_path, rng_seed)
+    loaded.weights["layers.0.post_attention_layernorm"].mul_(1.05)
+    first, *_ = verify_layers(loaded, PROMPT)
+    assert not first.passed and first.left_out <= 2
+
+
+def test_no_more_tokens_are_left_out_than_the_cap_and_the_nearest_ones_first() -> None:
+    shares = torch.zeros(200)
+    shares[50:150] = torch.linspace(0.1, 0.9, 100)
+    assert choose_left_out(shares).nonzero().flatten().tolist() == list(range(140, 150))
+    assert choose_left_out(shares[50:60]).nonzero().flatten().tolist() == [8, 9]
+    assert not choose_left_out(torch.zeros(24)).any()
+    assert not choose_left_out(torch.ones(1)).any()
+
+
 def test_a_model_that_transformers_does_not_know_is_told_with_a_way_out(tmp_path: Path) -> None:
     model = make_llama(tmp_path / "model")
     edit_json(model / "config.json", {"model_type": "nobody_knows_it"})
@@ -207,6 +276,8 @@ def test_a_model_that_transformers_does_not_know_is_told_with_a_way_out(tmp_path
         ("llama", {"hidden_act": "gelu"}, {"hidden_act": "silu"}, "the activation gelu"),
         ("mistral", {"sliding_window": 5}, {"use_sliding_window": False}, "window of 5 tokens"),
         ("granite", {"attention_multiplier": 1.0}, {"attention_multiplier": 0.2}, "scale of 1"),
+        ("glm4_moe", EXPERTS, {"rms_norm_eps": 0.1}, "norms with an epsilon of 1e-05"),
+        ("qwen3_moe", EXPERTS_OF_QWEN, {"rope_theta": 123.0}, "plain RoPE with a theta of 10000"),
     ],
 )
 def test_the_cause_of_a_layer_that_departs_is_found(
@@ -225,7 +296,7 @@ def test_the_cause_of_a_layer_that_departs_is_found(
     (model / "config.json").write_text(json.dumps(config))
     departed = next(each for each in verify_layers(loaded, PROMPT) if not each.passed)
     assert departed.layer == "layer 0"
-    best, *_ = find_cause(loaded, PROMPT, departed.layer, departed.expected, departed.error)
+    best, *_ = find_cause(loaded, PROMPT, departed)
     assert cause in best.what
     assert best.error <= departed.tolerance
 
@@ -238,7 +309,7 @@ def test_neighbours_taken_for_halves_are_found(tmp_path: Path, rng_seed: int) ->
         ernie / "config.json", {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5"}
     )
     departed = next(each for each in verify_layers(loaded, PROMPT) if not each.passed)
-    best, *_ = find_cause(loaded, PROMPT, departed.layer, departed.expected, departed.error)
+    best, *_ = find_cause(loaded, PROMPT, departed)
     assert best.what == "RoPE over pairs of neighbours"
     assert best.error <= departed.tolerance
 
@@ -248,5 +319,5 @@ def test_nothing_is_said_to_help_where_nothing_does(tmp_path: Path, rng_seed: in
     weight = loaded.weights["layers.0.input_layernorm"]
     weight.copy_(torch.randn_like(weight))
     departed = next(each for each in verify_layers(loaded, PROMPT) if not each.passed)
-    causes = find_cause(loaded, PROMPT, departed.layer, departed.expected, departed.error)
+    causes = find_cause(loaded, PROMPT, departed)
     assert all(each.error > departed.tolerance for each in causes)
