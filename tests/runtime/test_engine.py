@@ -13,6 +13,7 @@ import pytest
 from tests.checkpoints import load_oracle, make_llama, oracle_greedy
 from tests.runtime.serving import answer, answers, compile_tiny, serving
 from treadle.ir.errors import QueueFullError, RequestError
+from treadle.runtime.engine import Engine
 from treadle.runtime.executor import StepResult
 from treadle.runtime.request import Delta, FinishReason, SamplingParams, collect
 
@@ -136,6 +137,93 @@ def test_case_34_preemption_changes_no_token(
         ]
         for each, other in zip(mine.logprobs, theirs.logprobs, strict=True):
             assert each.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+@pytest.mark.usefixtures("admits_at_once")
+@pytest.mark.parametrize("num_requests", [2, 4])
+def test_case_34_preempted_streams_bring_each_piece_once_and_end_at_their_stop(
+    tmp_path: Path, rng_seed: int, num_requests: int
+) -> None:
+    model = make_llama(tmp_path / "model", seed=rng_seed % 1000, window=256)
+    artifact = compile_tiny(model, tmp_path / "artifact")
+    prompts = _prompts(rng_seed, (20,) * num_requests)
+    wishes: dict[str, Any] = {"temperature": 0.0, "max_tokens": 90, "ignore_eos": True}
+
+    async def stream(engine: Engine, prompt: list[int], stop: tuple[str, ...]) -> list[Delta]:
+        return [delta async for delta in engine.submit(prompt, SamplingParams(stop=stop, **wishes))]
+
+    async def run(num_pages: int, stop: tuple[str, ...]) -> tuple[list[list[Delta]], int]:
+        async with serving(artifact, num_pages=num_pages) as engine:
+            # The last one, which is preempted, is also the one with a stop.
+            stops = [()] * (num_requests - 1) + [stop]
+            found = await asyncio.gather(*map(stream, [engine] * num_requests, prompts, stops))
+            return list(found), engine.stats().preemptions_total
+
+    whole, _ = asyncio.run(run(64, ()))
+    text = "".join(delta.text for delta in whole[-1])
+    # A text that comes late, of whole characters.
+    late = text[len(text) * 4 // 5 :].replace("\ufffd", " ").split()
+    stop = (max(late, key=len)[:3],) if late else ()
+    roomy, _ = asyncio.run(run(64, stop))
+    tight, preemptions = asyncio.run(run(8, stop))
+    assert preemptions > 0
+    for mine, theirs in zip(tight, roomy, strict=True):
+        assert [delta.token_ids for delta in mine] == [delta.token_ids for delta in theirs]
+        assert [delta.text for delta in mine] == [delta.text for delta in theirs]
+        assert mine[-1].finish_reason == theirs[-1].finish_reason
+        assert mine[-1].stop_reason == theirs[-1].stop_reason
+        assert mine[-1].usage.completion_tokens == theirs[-1].usage.completion_tokens
+    if stop:
+        assert tight[-1][-1].finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("count", [3, 5, 7])
+def test_case_35_copies_of_a_prompt_in_padded_batches_answer_alike(
+    tmp_path: Path, rng_seed: int, count: int
+) -> None:
+    """Programs are for 1, 2, 4 and 8 rows; the pool is full at the end."""
+    model = make_llama(tmp_path / "model", seed=rng_seed % 1000)
+    artifact = compile_tiny(model, tmp_path / "artifact")
+    (prompt,) = _prompts(rng_seed, (17,))
+    pages = -(-(17 + NUM_TOKENS - 1) // 16)
+
+    async def run() -> list[tuple[int, ...]]:
+        async with serving(artifact, num_pages=count * pages, prefix_cache=False) as engine:
+            (alone,) = await answers(engine, [prompt], temperature=0.0, max_tokens=NUM_TOKENS)
+            found = await answers(
+                engine, [prompt] * count, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True
+            )
+            return [alone.token_ids, *(delta.token_ids for delta in found)]
+
+    alone, first, *others = asyncio.run(run())
+    assert first[: len(alone)] == alone
+    assert len(first) == NUM_TOKENS
+    assert others == [first] * (count - 1)
+
+
+def test_case_35_a_batch_that_shrinks_goes_on_with_the_same_tokens(
+    tmp_path: Path, rng_seed: int
+) -> None:
+    model = make_llama(tmp_path / "model", seed=rng_seed % 1000)
+    artifact = compile_tiny(model, tmp_path / "artifact")
+    oracle = load_oracle(model)
+    prompts = _prompts(rng_seed, (1, 9, 15, 16, 17, 20, 31, 33))
+    lengths = (60, 5, 40, 8, 50, 3, 12, 7)  # eight rows, then seven, six, ..., three and fewer
+
+    async def run() -> list[tuple[int, ...]]:
+        async with serving(artifact, prefix_cache=False) as engine:
+            found = await asyncio.gather(
+                *(
+                    answer(engine, prompt, temperature=0.0, max_tokens=length, ignore_eos=True)
+                    for prompt, length in zip(prompts, lengths, strict=True)
+                )
+            )
+            return [delta.token_ids for delta in found]
+
+    for prompt, length, found in zip(prompts, lengths, asyncio.run(run()), strict=True):
+        expected = oracle_greedy(oracle, prompt, length)
+        assert list(found[: len(expected)]) == expected
+        assert len(found) == length
 
 
 def test_a_request_that_never_fits_is_refused_with_both_numbers(tmp_path: Path) -> None:

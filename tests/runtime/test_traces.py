@@ -22,9 +22,28 @@ from treadle.runtime import host_pages
 from treadle.runtime.engine import Engine
 from treadle.runtime.request import SamplingParams
 
-NUM_PAGES = 10  # of 16 tokens: two of the longest requests
 PAGE_BYTES = 16 * 2 * 2 * 2 * 16 * 4  # K and V in f32 of two layers with two heads of 16
-MOST_PROMPT_TOKENS, MOST_NEW_TOKENS = 70, 60
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Say how long traces are, and how many pages of 16 tokens the engines without room have.
+
+    `stems`: how much of a common beginning a prompt has, if not any length up to `longest_stem`;
+    `tails`: the most tokens that follow.
+    """
+
+    requests: tuple[int, int]
+    stems: tuple[int, ...]
+    longest_stem: int
+    tails: int
+    new_tokens: int
+    num_pages: int
+
+
+LONG = Sizes((4, 8), (0, 15, 16, 17, 32, 33), 60, 8, 60, 10)
+# For the interpreter, which takes a tenth of a second for a sequence of a step.
+SHORT = Sizes((2, 3), (0, 13, 15, 16, 17), 20, 3, 6, 4)
 
 
 @dataclass(frozen=True)
@@ -36,18 +55,18 @@ class Sent:
     wanted_tokens: int
 
 
-def draw_trace(seed: int) -> list[Sent]:
+def draw_trace(seed: int, sizes: Sizes) -> list[Sent]:
     draw = random.Random(seed)
-    stems = [[draw.randrange(320) for _ in range(MOST_PROMPT_TOKENS)] for _ in range(2)]
+    stems = [[draw.randrange(320) for _ in range(sizes.longest_stem)] for _ in range(2)]
     trace = []
-    for _ in range(draw.randint(4, 8)):
+    for _ in range(draw.randint(*sizes.requests)):
         stem = draw.choice(stems)
-        prompt = stem[: draw.choice([0, 15, 16, 17, 32, 33, draw.randint(1, 60)])]
-        prompt = prompt + [draw.randrange(320) for _ in range(draw.randint(1, 8))]
+        prompt = stem[: draw.choice([*sizes.stems, draw.randint(1, sizes.longest_stem)])]
+        prompt = prompt + [draw.randrange(320) for _ in range(draw.randint(1, sizes.tails))]
         params: dict[str, Any] = {
             "temperature": 0.0,
             "logprobs": 0,
-            "max_tokens": draw.randint(1, MOST_NEW_TOKENS),
+            "max_tokens": draw.randint(1, sizes.new_tokens),
             "ignore_eos": draw.random() < 0.7,
         }
         wanted = draw.randint(1, 8) if draw.random() < 0.2 else -1
@@ -84,10 +103,10 @@ def is_same_up_to_a_tie(found: Answer, expected: Answer, where: object) -> bool:
 
 
 @asynccontextmanager
-async def engines(artifact: Path) -> AsyncIterator[dict[str, Engine]]:
-    """Serve with room and no prefix cache, with room and one, and with ten pages and one.
+async def engines(artifact: Path, num_pages: int) -> AsyncIterator[dict[str, Engine]]:
+    """Serve with room and no prefix cache, with room and one, and with few pages and one.
 
-    Of the two with ten pages one admits whatever has pages for its prompt, so that others are
+    Of the two with few pages one admits whatever has pages for its prompt, so that others are
     preempted; the other one has host memory too, for many more pages.
     """
     async with AsyncExitStack() as stack:
@@ -96,31 +115,32 @@ async def engines(artifact: Path) -> AsyncIterator[dict[str, Engine]]:
             for name, options in {
                 "plain": {"num_pages": 64, "prefix_cache": False},
                 "cached": {"num_pages": 64},
-                "tight": {"num_pages": NUM_PAGES},
-                "hosted": {"num_pages": NUM_PAGES, "kv_host_bytes": 96 * PAGE_BYTES},
+                "tight": {"num_pages": num_pages},
+                "hosted": {"num_pages": num_pages, "kv_host_bytes": 96 * PAGE_BYTES},
             }.items()
         }
         made["tight"].model.scheduler.admission.find_wait = lambda *what, **more: 0  # type: ignore[method-assign]
         yield made
 
 
-async def play(artifact: Path, seeds: range) -> dict[str, int]:
+async def play(artifact: Path, seeds: range, sizes: Sizes = LONG) -> dict[str, int]:
     """Compare the answers to each trace; give what the engines counted, and check the gauges."""
     ties = 0
     played: list[tuple[list[Sent], list[Answer]]] = []
-    async with engines(artifact) as found:
+    async with engines(artifact, sizes.num_pages) as found:
         for seed in seeds:
-            trace = draw_trace(seed)
+            trace = draw_trace(seed, sizes)
             alone = [await send(found["plain"], sent) for sent in trace]
+            # Triton's interpreter can't run two steps at once, so nobody starts before all is idle.
+            await engine_is_idle(found["plain"])
             played.append((trace, alone))
             for name, engine in found.items():
                 together = await asyncio.gather(*(send(engine, sent) for sent in trace))
+                await engine_is_idle(engine)
+                engine.model.scheduler.check_integrity()
                 for index, (mine, theirs) in enumerate(zip(together, alone, strict=True)):
                     same = is_same_up_to_a_tie(mine, theirs, (seed, name, index))
                     ties += not same
-            for engine in found.values():
-                await engine_is_idle(engine)
-                engine.model.scheduler.check_integrity()
         # What was asked before and evicted since comes from host memory.
         for trace, alone in reversed(played[-8:]):
             for index, (sent, theirs) in enumerate(zip(trace, alone, strict=True)):
@@ -158,6 +178,21 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compile_tiny(model, tmp_path_factory.mktemp("made") / "artifact")
 
 
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = make_llama(
+        tmp_path_factory.mktemp("checkpoint") / "model",
+        seed=11,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        hidden_size=32,
+        intermediate_size=32,
+    )
+    out = tmp_path_factory.mktemp("made") / "artifact"
+    return compile_tiny(model, out, target="interpret", max_rows=3, max_step_tokens=24)
+
+
 @pytest.fixture
 def always_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fetch whatever is there: how fast this machine is while it tests, nobody knows."""
@@ -177,3 +212,21 @@ def test_200_random_traces_have_the_same_answers_with_a_cache_and_in_ten_pages(
 ) -> None:
     counted = asyncio.run(play(artifact, range(rng_seed, rng_seed + 200)))
     assert min(counted.values()) > 20, counted
+
+
+@pytest.mark.interpreted
+def test_short_random_traces_have_the_same_answers_by_emitted_kernels(
+    interpreted: Path, rng_seed: int, always_fetch: None
+) -> None:
+    asyncio.run(play(interpreted, range(rng_seed, rng_seed + 2), SHORT))
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_200_short_random_traces_have_the_same_answers_by_emitted_kernels(
+    interpreted: Path, rng_seed: int, always_fetch: None, part: int
+) -> None:
+    first = rng_seed + 50 * part
+    counted = asyncio.run(play(interpreted, range(first, first + 50), SHORT))
+    assert min(counted.values()) > 0, counted

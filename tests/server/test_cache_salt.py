@@ -89,3 +89,12 @@ def test_an_openai_client_sends_it_as_an_extra_field(server: LiveServer) -> None
         assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
         cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
     assert cached[0] == cached[2] == 0 < cached[1]
+
+
+def test_case_31_the_same_tokens_are_shared_whatever_wrote_them(server: LiveServer) -> None:
+    messages = numbered(MESSAGES, "written")
+    tokens = server.post("/tokenize", {"messages": messages}).json["tokens"]
+    chat = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+    assert count_cached("/v1/chat/completions", chat.json) == 0
+    raw = server.post("/v1/completions", {"prompt": tokens, "max_tokens": 1})
+    assert count_cached("/v1/completions", raw.json) >= 64
