@@ -43,7 +43,7 @@ class Sizes:
 
 LONG = Sizes((4, 8), (0, 15, 16, 17, 32, 33), 60, 8, 60, 10)
 # For the interpreter, which takes a tenth of a second for a sequence of a step.
-SHORT = Sizes((2, 3), (0, 13, 15, 16, 17), 20, 3, 6, 4)
+SHORT = Sizes((3, 4), (12, 15, 16, 17), 18, 2, 6, 3)
 
 
 @dataclass(frozen=True)
@@ -223,10 +223,10 @@ def test_short_random_traces_have_the_same_answers_by_emitted_kernels(
 
 @pytest.mark.interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(8))
 def test_200_short_random_traces_have_the_same_answers_by_emitted_kernels(
     interpreted: Path, rng_seed: int, always_fetch: None, part: int
 ) -> None:
-    first = rng_seed + 50 * part
-    counted = asyncio.run(play(interpreted, range(first, first + 50), SHORT))
-    assert min(counted.values()) > 0, counted
+    first = rng_seed + 25 * part
+    counted = asyncio.run(play(interpreted, range(first, first + 25), SHORT))
+    assert min(counted["preemptions"], counted["evictions"]) > 0, counted
