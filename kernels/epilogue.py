@@ -80,7 +80,6 @@ TILES: dict[str, Tile] = {
     "matmul": TOKENS_LEFT,
     "matmul_tma": replace(TOKENS_LEFT, aligned=("x", "w")),
     "matmul_gluon": replace(TOKENS_LEFT, aligned=("x", "w", "y"), is_gluon=True),
-    "matmul_gluon_even": replace(TOKENS_LEFT, aligned=("x", "w", "y"), is_gluon=True),
     "matmul_stream": replace(TOKENS_LEFT, aligned=("x", "w"), is_gluon=True, is_narrow=True),
     "matmul_skinny": WEIGHTS_LEFT,
     "matmul_skinny_tma": replace(WEIGHTS_LEFT, aligned=("x", "w")),

@@ -44,7 +44,7 @@ def lower_linear(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
         fused = lowered[template]
         if isinstance(fused, LoweringError):
             continue
-        scratch = _part_scratch(template, sizes, schedule)
+        scratch = _split_scratch(sizes, schedule) if "SPLIT_K" in schedule else ()
         yield Candidate(
             name=kernel_name(op),
             template=template,
@@ -77,14 +77,8 @@ def _fit_linear(template: str, op: Op, graph: Graph) -> epilogue.FusedLinear | L
         return refusal
 
 
-def _part_scratch(template: str, sizes: Sizes, schedule: Schedule) -> tuple[Scratch, ...]:
+def _split_scratch(sizes: Sizes, schedule: Schedule) -> tuple[Scratch, Scratch]:
     """Give the room for the parts of K, and the counters of how many of them have arrived."""
-    if template == "matmul_gluon_even":  # a part for each group of warps
-        parts = 2 * int(schedule["NUM_PROGRAMS"])
-        part_elements = int(schedule["BLOCK_M"]) * int(schedule["BLOCK_N"])
-        return Scratch("partials", "f32", parts * part_elements), Scratch("counters", "i32", parts)
-    if "SPLIT_K" not in schedule:
-        return ()
     block_m, block_n, split = (int(schedule[k]) for k in ("BLOCK_M", "BLOCK_N", "SPLIT_K"))
     tiles = -(-sizes.rows // block_m) * -(-sizes.num_features // block_n)
     partials = split * tiles * block_m * block_n if split > 1 else 1

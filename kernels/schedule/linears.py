@@ -18,7 +18,6 @@ from treadle.kernels.schedule.machine import (
 
 GEMV_ROWS = 1  # beyond it tensor cores win: at 2 rows by 5 %, at 4 by 30 % of an 8B step
 STREAM_ROWS = 64  # beyond it reading x once per block of features costs more than w
-EVEN_ROWS = 512  # beyond it whole tiles fill the multiprocessors often enough
 SKINNY_ROWS = 256  # beyond it the tokens are the left operand
 
 
@@ -67,8 +66,6 @@ def matmul_choices(sizes: Sizes, machine: str) -> Iterator[tuple[str, Schedule]]
         # Logits, in f32, take too much room to be stored: at 256 rows the TMA tiles win by 7 %.
         if machine == "sm_90" and has_tma and sizes.element_bytes == 2 and not sizes.wide_out:
             yield from (("matmul_gluon", schedule) for schedule in _matmul_gluon(sizes))
-            if sizes.rows <= EVEN_ROWS:
-                yield from (("matmul_gluon_even", schedule) for schedule in _even(sizes))
         if has_tma:
             yield from (("matmul_tma", schedule) for schedule in _matmul_tma(sizes, machine))
         yield from (("matmul", schedule) for schedule in _matmul(sizes, machine))
@@ -299,26 +296,6 @@ def _matmul_gluon(sizes: Sizes) -> Iterator[Schedule]:
                 "STAGES": stages,
                 "GROUP_M": group_m,
                 "PING_PONG": ping_pong,
-                "NUM_PROGRAMS": NUM_MULTIPROCESSORS,
-                "USE_PDL": use_pdl,
-                "num_warps": 4,
-            }
-
-
-# (BLOCK_N, stages)
-_EVEN_TILES = [(128, 5), (256, 3)]
-_EVEN_TILES_GATED = [(256, 4), (128, 6), (128, 5)]
-
-
-def _even(sizes: Sizes) -> Iterator[Schedule]:
-    """Specialised warps, each program with the same number of blocks of the weight."""
-    for block_n, stages in _EVEN_TILES_GATED if sizes.feature_multiple > 1 else _EVEN_TILES:
-        for use_pdl in (True, False):
-            yield {
-                "BLOCK_M": 64,
-                "BLOCK_N": block_n,
-                "BLOCK_K": 64,
-                "STAGES": stages,
                 "NUM_PROGRAMS": NUM_MULTIPROCESSORS,
                 "USE_PDL": use_pdl,
                 "num_warps": 4,

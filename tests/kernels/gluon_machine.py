@@ -26,7 +26,6 @@ import numpy as np
 import torch
 
 DEADLINE_S = 20.0
-BETWEEN_PROGRAMS = ("hand_over", "take_over")
 
 
 class Memory:
@@ -244,21 +243,12 @@ def send(desc: Descriptor, place: list[int], tile: Memory) -> None:
     found[...] = torch.from_numpy(np.ascontiguousarray(tile.array[inside])).to(found.dtype)
 
 
-class Counter:
-    """Count the groups of warps that have left their part for another program."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.arrived = 0
-
-
 class Machine:
     """All programs of a launch at once, each with a thread per group of warps."""
 
     def __init__(self) -> None:
         self.local = threading.local()
         self.num_programs = (1, 1)
-        self.counters: dict[int, Counter] = {}
         self.memory = threading.Lock()
 
     def together(self, calls: list[Callable[[], None]]) -> None:
@@ -287,20 +277,6 @@ class Machine:
             function(*arguments)
 
         self.together([partial(call, *part) for part in parts])
-
-    def hand_over(self, arrivals: Pointer) -> None:
-        counter = self.counters.setdefault(int(arrivals.offsets), Counter())
-        with counter.changed:
-            assert counter.arrived == 0, "a part is left before the last one was taken"
-            counter.arrived = 1
-            counter.changed.notify_all()
-
-    def take_over(self, arrivals: Pointer) -> None:
-        counter = self.counters.setdefault(int(arrivals.offsets), Counter())
-        with counter.changed:
-            left = counter.changed.wait_for(lambda: counter.arrived == 1, DEADLINE_S)
-            assert left, "a part that nobody leaves"
-            counter.arrived = 0
 
     def add_at(self, address: Pointer, amount: int) -> int:
         with self.memory:
@@ -397,8 +373,6 @@ class Machine:
         names: dict[str, Any] = {"__name__": "emulated"}
         with self.installed():
             exec(compile(path.read_text(), str(path), "exec"), names)
-        # What is written in assembler.
-        names.update({name: getattr(self, name) for name in BETWEEN_PROGRAMS if name in names})
         return names
 
 

@@ -175,42 +175,6 @@ def test_gluon_warps_agree_on_stages(
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "N", "K", "programs", "stages", "use_pdl"),
-    [
-        (1, 32, 16, 1, 2, True),  # one block of the weight
-        (17, 96, 80, 8, 3, False),  # four programs to each block of tokens, shares end in tiles
-        (16, 96, 80, 7, 4, True),  # more than two programs to a tile
-        (9, 160, 48, 3, 2, False),  # whole tiles between parts
-        (33, 160, 144, 8, 3, True),  # programs that stay out: two to each of three blocks
-        (33, 64, 16, 9, 2, True),  # as many programs as blocks
-    ],
-)
-def test_even_shares_of_tiles_add_up(
-    num_tokens: int,
-    N: int,
-    K: int,
-    programs: int,
-    stages: int,
-    use_pdl: bool,
-    rng_seed: int,
-    tmp_path: Path,
-) -> None:
-    case = Case(N=N, K=K, dtype="f16")
-    sizes = {"BLOCK_M": 8, "BLOCK_N": 32, "BLOCK_K": 16, "NUM_PROGRAMS": programs}
-    text, _ = emit_case("matmul_gluon_even", case, **sizes, STAGES=stages, USE_PDL=use_pdl)
-    tensors = make_inputs(case, num_tokens, rng_seed)
-    path = tmp_path / "kernel.py"
-    path.write_text(text)
-    y = torch.full((num_tokens + 3, N), torch.nan, dtype=torch.float16)
-    module = Machine().load(path)
-    floats, counters = module["workspace_sizes"](num_tokens)
-    scratch = torch.full((floats,), torch.nan), torch.zeros(counters, dtype=torch.int32)
-    module["launch"](tensors["x"], tensors["@layers.0.weight"], y, *scratch, num_tokens)
-    assert y[num_tokens:].isnan().all()
-    assert_matches(y[:num_tokens], expected(case, tensors), torch.float16)
-
-
-@pytest.mark.parametrize(
     ("num_tokens", "N", "K", "stages", "use_pdl"),
     [(1, 96, 80, 3, True), (17, 64, 16, 4, False), (9, 160, 144, 2, True), (33, 32, 64, 4, True)],
 )

@@ -396,7 +396,10 @@ def consume(
         q_tile = q_memory.reshape([ROWS, HEAD_DIM])
         positions = block_position + own_query + rows // PACKED  # [ROWS]
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout=acc_layout)
-        best = gl.full([ROWS], -1.0e30, gl.float32, layout=rows_of_scores)
+        # Below any score and far above what is masked: where a row sees nothing of a tile, all
+        # weights are 0. Were the best score a masked one, the rounding of so large a product, which
+        # the fused multiply-add of the exponent does not share, would make some of them infinite.
+        best = gl.full([ROWS], -1.0e20, gl.float32, layout=rows_of_scores)
         total = gl.zeros([ROWS], gl.float32, layout=rows_of_scores)
         mbarrier.wait(q_full.index(q_slot), (number // QUERY_STAGES) & 1)
         if num_tiles > 0:
