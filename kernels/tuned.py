@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from treadle.ir.errors import ConfigError
@@ -20,6 +20,7 @@ from treadle.kernels.near_sizes import nearest
 SHIPPED = Path(__file__).parent / "tuned_tables"
 # What to take for a GPU that is named by its architecture only, when compiling ahead of time.
 TYPICAL_GPU = {"sm_90": "NVIDIA H200"}
+WINDOW_SETTING = "MAX_SPLITS"  # of a schedule: what is offered depends on the window
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,19 @@ class Choice:
         return (candidate.template, candidate.schedule) == (self.template, self.schedule)
 
     def most_like(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Give the candidate that won, or else the first that differs in one setting only."""
-        rivals = [each for each in candidates if each.template == self.template]
-        for allowed in (0, 1):
-            for each in rivals:
-                differing = self.schedule.items() ^ each.schedule.items()
-                if len({name for name, _ in differing}) <= allowed:
-                    return each
-        return None
+        """Give the candidate that won, or else the first with another number of splits."""
+        won = next((each for each in candidates if self.is_of(each)), None)
+        if won is not None or WINDOW_SETTING not in self.schedule:
+            return won
+        splits = {WINDOW_SETTING: self.schedule[WINDOW_SETTING]}
+        return next(
+            (
+                each
+                for each in candidates
+                if self.is_of(replace(each, schedule={**each.schedule, **splits}))
+            ),
+            None,
+        )
 
 
 @dataclass(frozen=True)
@@ -80,10 +86,10 @@ class TunedTable:
     ) -> Candidate:
         """Choose the tuned candidate, or for a key never tuned what won for the nearest sizes.
 
-        One setting may differ from what won: how many splits are offered depends on the window, not
-        on the key. Where nothing near was tuned, the first candidate. So too where a choice is no
-        candidate any more because the templates changed since it was tuned, which `on_stale` is
-        told: it is right, only perhaps slower.
+        The splits of attention may be others than won: how many are offered depends on the window,
+        which is not in the key. Where nothing near was tuned, the first candidate. So too where a
+        choice is no candidate any more because the templates changed since it was tuned, which
+        `on_stale` is told: it is right, only perhaps slower.
         """
         first = next(candidates)
         key = tuning_key(first, op, graph, where)

@@ -30,21 +30,22 @@ def attention_decode_schedules(
     splits = max(1, min(power_of_two(4 * NUM_MULTIPROCESSORS // programs), longest, 64))
     if programs <= NUM_MULTIPROCESSORS // 4:
         shapes = [(64, 4, 3), (32, 1, 5), (64, 2, 3), (32, 2, 5), (32, 4, 3)]
+        small = []
     else:
         shapes = [(64, 4, 3), (64, 4, 2), (64, 2, 3), (128, 4, 3), (64, 8, 3), (32, 2, 7)]
-        # Small tiles leave room for more programs, as quantised caches like it.
-        shapes += [(32, 2, 3), (32, 1, 3), (32, 1, 4), (32, 2, 4), (64, 2, 2)]
-    for index, (block_tokens, warps, stages) in enumerate(shapes):
-        several = [splits, splits * 2, max(1, splits // 2)]
-        if 3 <= index < 6:
-            several = [splits]
-        for number in dict.fromkeys(several):
+        # Tiles that leave room for more programs, as quantised caches like it.
+        small = [(32, 2, 3), (32, 1, 3), (32, 1, 4), (32, 2, 4), (64, 2, 2)]
+    likely = [*shapes[:3], *small]
+    for shape in (*shapes, *small):
+        block_tokens, warps, stages = shape
+        more = [splits * 2, max(1, splits // 2)] if shape in likely else []
+        for number in dict.fromkeys([splits, *more]):
             for use_pdl in pdl_choices(machine)[: 2 if number == splits else 1]:
                 yield _attention_decode(block_tokens, number, 128, warps, stages, use_pdl=use_pdl)
     use_pdl = machine in HAS_TMA
     if use_pdl:
         # The weights that the next kernel fetches early come after this one's keys and values.
-        for block_tokens, warps, stages in (*shapes[:3], *shapes[6:9]):
+        for block_tokens, warps, stages in likely[:6]:
             for number in dict.fromkeys((splits, splits * 2)):
                 yield _attention_decode(
                     block_tokens, number, 128, warps, stages, use_pdl=True, late=True
