@@ -164,8 +164,12 @@ class BatchWriter:
         rows[: len(plan.rows)] = plan.rows
         self._state.tensors["seq_rows"].copy_(staging, non_blocking=True)
 
-    def write_mixed(self, plan: StepPlan) -> None:
-        """Write all inputs of a step with prompt chunks, and the rows' new lengths."""
+    def write_mixed(self, plan: StepPlan, sizes: tuple[int, int] | None = None) -> None:
+        """Write all inputs of a step with prompt chunks, and the rows' new lengths.
+
+        `sizes` are the tokens and sequences that the program computes, where these are more than
+        the plan's: the first sequence of padding has all tokens beyond.
+        """
         self._composition = -1
         staging = self._packed.take()
         packed, offsets = staging.numpy(), self._state.packed_offsets
@@ -201,6 +205,16 @@ class BatchWriter:
         seq_rows = field("seq_rows", num_seqs)
         seq_rows[:num_decode] = plan.group.rows
         seq_rows[num_decode:] = plan.rows[num_decode:]
+        if sizes is not None and sizes != (num_tokens, num_seqs):
+            all_tokens, all_seqs = sizes
+            query_start = field("query_start", all_seqs + 1)
+            query_start[num_seqs + 1 :] = all_tokens
+            of_tokens = {"token_seq": num_seqs, "positions": 0, "token_ids": 0}
+            for name, padding in of_tokens.items():
+                field(name, all_tokens)[num_tokens:] = padding
+            of_seqs = {"context_lens": 0, "sample_index": -1, "seq_rows": PADDING_ROW}
+            for name, padding in of_seqs.items():
+                field(name, all_seqs)[num_seqs:] = padding
         self._state.packed.copy_(staging, non_blocking=True)
         tensors = self._state.tensors
         rows, lengths = tensors["seq_rows"][:num_seqs].long(), tensors["context_lens"][:num_seqs]

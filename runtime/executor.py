@@ -66,7 +66,9 @@ class Executor:
 
     `steps` has the `decode` programs by the largest number of sequences each takes, and the `mixed`
     ones by the tokens; `resamples` has, under the same keys, what follows them when a row asks for
-    adjusted logits. `copier` makes the copies between device and host that a plan asks for.
+    adjusted logits. `padded` are mixed programs that always run at full size, by their tokens: a
+    step that one has room for is filled up for it. `copier` makes the copies between device and
+    host that a plan asks for.
     """
 
     def __init__(
@@ -75,11 +77,13 @@ class Executor:
         steps: Mapping[str, Mapping[int, Program]],
         resamples: Mapping[str, Mapping[int, Program]],
         copier: PageCopier | None = None,
+        padded: Mapping[int, Program] | None = None,
     ) -> None:
         self.state = state
         self.times = HostTimes()
         self.decode = dict(sorted(steps["decode"].items()))
         self.mixed = dict(sorted(steps["mixed"].items()))
+        self.padded = padded or {}
         self.resamples = resamples
         self._writer = BatchWriter(state)
         self._copier = copier
@@ -115,10 +119,15 @@ class Executor:
             self.times.lap(WRITE)
             values = self.decode[bucket].run(num_seqs, num_seqs)
         else:
-            self._writer.write_mixed(plan)
             bucket = _smallest(self.mixed, plan.num_tokens)
+            sizes, program = (plan.num_tokens, num_seqs), self.mixed[bucket]
+            full = bucket, min(bucket, self.state.dims["B"])
+            # What fills the tokens up is a sequence of padding: there must be room for one.
+            if bucket in self.padded and (num_seqs < full[1] or sizes == full):
+                sizes, program = full, self.padded[bucket]
+            self._writer.write_mixed(plan, sizes)
             self.times.lap(WRITE)
-            values = self.mixed[bucket].run(plan.num_tokens, num_seqs)
+            values = program.run(*sizes)
         wished = self._wished_slices
         # Taken out before they are adjusted in place.
         logits = None if wished is None else values["logits"][wished]

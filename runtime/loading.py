@@ -55,6 +55,7 @@ from treadle.runtime.triton_program import (
     TritonProgram,
     allocate_workspace,
     capture_decode,
+    capture_few_tokens,
 )
 from treadle.runtime.weights import plan_weights, read_weights
 
@@ -333,6 +334,9 @@ def load_model(
             stream = torch.cuda.Stream()
             captured["steps"] = capture_decode(built.programs, stream, allocating)
             captured["resamples"] = capture_decode(built.resamples, stream, allocating)
+            captured["few tokens"] = capture_few_tokens(
+                built.programs, built.engine.max_rows, stream, allocating
+            )
             timer.begin("warming up")
             _warm_up(built)
 
@@ -380,7 +384,7 @@ def load_model(
     return LoadedModel(
         name=manifest.model_name,
         tokenizer=tokenizer,
-        executor=Executor(state, steps, resamples, copier),
+        executor=Executor(state, steps, resamples, copier, captured.get("few tokens")),
         scheduler=scheduler,
         max_model_len=config.max_context_tokens,
         vocab_size=int(loaded.checkpoint.config["vocab_size"]),

@@ -23,6 +23,8 @@ from treadle.kernels.load import load_module
 from treadle.runtime.planner import Plan, ProgramPlan
 from treadle.runtime.state import DeviceState
 
+FEW_TOKENS = 256  # up to here a step's launches, one by one, take longer than its kernels
+
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE  # torch has no public name for it
 
@@ -227,6 +229,23 @@ def capture_decode(
         )
         for (step, bucket), program in sorted(programs.items(), key=itemgetter(0), reverse=True)
         if step == "decode" and isinstance(program, TritonProgram)
+    }
+
+
+def capture_few_tokens(
+    programs: Mapping[tuple[str, int], object],
+    max_rows: int,
+    stream: torch.cuda.Stream,
+    allocating: AbstractContextManager[object] | None = None,
+) -> Mapping[int, GraphedProgram]:
+    """Capture a graph per mixed bucket whose launches would take longer than its kernels."""
+    pool = torch.cuda.graph_pool_handle()
+    return {
+        bucket: GraphedProgram(
+            program, pool, (bucket, min(bucket, max_rows)), stream=stream, allocating=allocating
+        )
+        for (step, bucket), program in sorted(programs.items(), key=itemgetter(0), reverse=True)
+        if step == "mixed" and bucket <= FEW_TOKENS and isinstance(program, TritonProgram)
     }
 
 

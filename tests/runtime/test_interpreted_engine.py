@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +13,18 @@ import torch
 
 from tests.checkpoints import (
     load_oracle,
+    make_family,
     make_llama,
     oracle_greedy,
     oracle_hidden,
     oracle_logits,
 )
+from tests.models.test_deepseek_v2 import EXPERTS, LATENT
 from tests.runtime.serving import TARGETS, answers, compile_tiny, serving
 from tests.runtime.test_engine import VARIANTS
 from treadle.runtime import verify
+from treadle.runtime.config import KV_DTYPES
+from treadle.runtime.executor import Program
 from treadle.runtime.loading import ServeOptions, load_artifact
 from treadle.runtime.request import Delta
 
@@ -72,6 +77,60 @@ def test_interpreted_tokens_are_those_of_transformers(
             return [list(delta.token_ids) for delta in found]
 
     assert asyncio.run(run()) == expected
+
+
+class AtFullSize:
+    """Run a program as a CUDA graph does: always with all tokens and sequences of its bucket."""
+
+    def __init__(self, program: Program, sizes: tuple[int, int]) -> None:
+        self.program, self.sizes = program, sizes
+        self.num_runs = 0
+
+    def run(self, num_tokens: int, num_seqs: int) -> Mapping[str, torch.Tensor]:
+        assert (num_tokens, num_seqs) == self.sizes
+        self.num_runs += 1
+        return self.program.run(*self.sizes)
+
+
+@pytest.mark.parametrize(
+    "target", ["reference", pytest.param("interpret", marks=pytest.mark.interpreted)]
+)
+@pytest.mark.parametrize(
+    ("kv_dtype", "family"), [("auto", "llama"), ("int8", "llama"), ("auto", "deepseek_v2")]
+)
+def test_steps_that_are_filled_up_give_the_same_tokens(
+    tmp_path: Path, rng_seed: int, kv_dtype: str, family: str, target: str
+) -> None:
+    """Of latents, too, whose whole prompts have a kernel of their own, and of experts."""
+    sizes = {**LATENT, **EXPERTS} if family == "deepseek_v2" else {"num_hidden_layers": 1}
+    model = make_family(tmp_path / "model", family, seed=rng_seed % 1000, **sizes)
+    artifact = compile_tiny(
+        model,
+        tmp_path / "artifact",
+        target=target,
+        max_rows=3,
+        max_step_tokens=24,
+        kv_formats=(KV_DTYPES[kv_dtype],),
+    )
+    generator = random.Random(rng_seed)
+    prompts = [[generator.randrange(320) for _ in range(length)] for length in (40, 3, 17)]
+
+    async def run(pads: bool) -> tuple[list[list[int]], int]:
+        async with serving(artifact, num_pages=24) as engine:
+            executor = engine.model.executor
+            wrapped = {
+                tokens: AtFullSize(program, (tokens, min(tokens, 3)))
+                for tokens, program in executor.mixed.items()
+            }
+            executor.padded = wrapped if pads else {}
+            found = await answers(engine, prompts, temperature=0.0, max_tokens=16)
+            runs = sum(each.num_runs for each in wrapped.values())
+            return [list(delta.token_ids) for delta in found], runs
+
+    alone, none = asyncio.run(run(False))
+    padded, some = asyncio.run(run(True))
+    assert padded == alone
+    assert none == 0 < some
 
 
 @pytest.mark.interpreted
