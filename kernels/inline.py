@@ -7,7 +7,6 @@ module imports nothing of ours, so the functions take the import's place. Called
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,58 +19,111 @@ PARTS_DIR = Path(__file__).parent / "templates" / "parts"
 def inline_parts(stem: str, text: str) -> str:
     """Give a template's text with the parts that it imports before its first function.
 
-    Those of a part come in their order there, with what they call of it.
+    Those of a part come in their order there, with the functions and constants of it, and of parts
+    that it imports itself, that they need; its imports of other libraries join the template's.
     Raises: LoweringError: there is no such part or function.
     """
     tree, lines = ast.parse(text, filename=f"{stem}.py"), text.splitlines()
-    imported = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{PACKAGE}.")
-    ]
+    imported = _imports_of_parts(tree)
     if not imported:
         return text
+    found = _Pieces(stem)
+    for node in imported:
+        found.take(_part_of(node), {alias.name for alias in node.names})
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     place = _first_line(functions[0]) - 1
-    pieces: list[str] = []
-    for node in imported:
-        part = str(node.module).removeprefix(f"{PACKAGE}.")
-        for source in _functions(stem, part, frozenset(alias.name for alias in node.names)):
-            pieces += [*source, "", ""]
     dropped = {
         number for node in imported for number in range(node.lineno, (node.end_lineno or 0) + 1)
     }
     # The blank line between other libraries and ours goes with the first import of ours.
     dropped.add(min(dropped) - 1)
-    kept = [line for number, line in enumerate(lines[:place], 1) if number not in dropped]
-    return "\n".join([*kept, *pieces, *lines[place:]]) + "\n"
+    present = {ast.unparse(node) for node in tree.body}
+    imports = [
+        line for code, source in found.imports.items() if code not in present for line in source
+    ]
+    kept: list[str] = []
+    for number, line in enumerate(lines[:place], 1):
+        if number == min(dropped):
+            kept += imports
+        if number not in dropped:
+            kept.append(line)
+    constants = [*found.constants, "", ""] if found.constants else []
+    return "\n".join([*kept, *constants, *found.functions, *lines[place:]]) + "\n"
 
 
-def _functions(stem: str, part: str, wanted: frozenset[str]) -> Iterator[list[str]]:
-    """Yield the lines of each function asked for, and of each that one of them calls."""
-    path = PARTS_DIR / f"{part}.py"
-    if not path.is_file():
-        raise LoweringError(f"Template `{stem}` imports the part `{part}`; there is none.")
-    text, found = _read_part(path)
-    if missing := sorted(wanted - set(found)):
-        raise LoweringError(f"Template `{stem}`: part `{part}` has no {', '.join(missing)}.")
-    needed, waiting = set(wanted), list(wanted)
-    while waiting:
-        names = {node.id for node in ast.walk(found[waiting.pop()]) if isinstance(node, ast.Name)}
-        waiting += sorted((names & set(found)) - needed)
-        needed |= names & set(found)
-    for name, node in found.items():
-        if name in needed:
-            yield text[_first_line(node) - 1 : node.end_lineno]
+class _Pieces:
+    """What a template takes of its parts: lines of imports, of constants and of functions."""
+
+    def __init__(self, stem: str) -> None:
+        self.imports: dict[str, list[str]] = {}
+        self.constants: list[str] = []
+        self.functions: list[str] = []
+        self._stem = stem
+        self._taken: set[tuple[str, str]] = set()
+
+    def take(self, part: str, wanted: set[str]) -> None:
+        """Add what is wanted of a part, after what that needs of others."""
+        path = PARTS_DIR / f"{part}.py"
+        if not path.is_file():
+            raise LoweringError(
+                f"Template `{self._stem}` imports the part `{part}`; there is none."
+            )
+        text, tree, definitions = _read_part(path)
+        if missing := sorted(wanted - set(definitions)):
+            raise LoweringError(
+                f"Template `{self._stem}`: part `{part}` has no {', '.join(missing)}."
+            )
+        needed, waiting, used = set(wanted), list(wanted), set[str]()
+        while waiting:
+            node = definitions[waiting.pop()]
+            names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+            used |= names
+            waiting += sorted((names & set(definitions)) - needed)
+            needed |= names & set(definitions)
+        for node in _imports_of_parts(tree):
+            if of_other := {alias.name for alias in node.names} & used:
+                self.take(_part_of(node), of_other)
+        for node in tree.body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+                if names & used and node not in _imports_of_parts(tree):
+                    self.imports[ast.unparse(node)] = text[node.lineno - 1 : node.end_lineno]
+        for name, node in definitions.items():
+            if name in needed and (part, name) not in self._taken:
+                self._taken.add((part, name))
+                source = text[_first_line(node) - 1 : node.end_lineno]
+                if isinstance(node, ast.FunctionDef):
+                    self.functions += [*source, "", ""]
+                else:
+                    self.constants += source
+
+
+def _imports_of_parts(tree: ast.Module) -> list[ast.ImportFrom]:
+    return [
+        node
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{PACKAGE}.")
+    ]
+
+
+def _part_of(node: ast.ImportFrom) -> str:
+    return str(node.module).removeprefix(f"{PACKAGE}.")
 
 
 @lru_cache(maxsize=32)
-def _read_part(path: Path) -> tuple[list[str], dict[str, ast.FunctionDef]]:
+def _read_part(path: Path) -> tuple[list[str], ast.Module, dict[str, ast.FunctionDef | ast.Assign]]:
+    """Give a part's lines, its tree, and its functions and constants by name."""
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text, filename=path.name)
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    return text.splitlines(), functions
+    found: dict[str, ast.FunctionDef | ast.Assign] = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found[node.targets[0].id] = node
+    return text.splitlines(), tree, found
 
 
-def _first_line(node: ast.FunctionDef) -> int:
-    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+def _first_line(node: ast.FunctionDef | ast.Assign) -> int:
+    decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])

@@ -23,6 +23,7 @@ from treadle.kernels.schedule.attention import (
     attention_decode_quantised_schedules,
     attention_decode_schedules,
     attention_prefill_gluon_schedules,
+    attention_prefill_quantised_gluon_schedules,
     attention_prefill_quantised_schedules,
     attention_prefill_schedules,
     attention_prefill_tma_schedules,
@@ -30,6 +31,9 @@ from treadle.kernels.schedule.attention import (
     within_shared_memory,
 )
 from treadle.kernels.schedule.machine import Schedule
+
+# Of kernels whose programs take blocks of queries off a counter, and say when they are done.
+BLOCK_COUNTERS = Scratch("counters", "i32", 2)
 
 
 def lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
@@ -75,18 +79,37 @@ def lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candidat
                     remedy="Give attention the step's k and v.",
                 )
             arguments |= value_arguments(("k", "v"), own)
-            name = "attention_prefill_quantised"
+            quantised = Candidate(
+                f"attention_prefill{limits}",
+                "attention_prefill_quantised",
+                shape,
+                {},
+                arguments,
+                hooks=hooks,
+                operands=("sinks",) * len(sinks),
+            )
             for schedule in attention_prefill_quantised_schedules(
                 page_size, kv_format, where.dims, where.machine, is_limited=bool(limits)
             ):
-                yield Candidate(
-                    f"attention_prefill{limits}",
-                    name,
-                    shape,
-                    schedule,
-                    arguments,
-                    hooks=hooks,
-                    operands=("sinks",) * len(sinks),
+                yield replace(quantised, schedule=schedule)
+            if limits:
+                return
+            for schedule in attention_prefill_quantised_gluon_schedules(
+                params.num_heads,
+                params.num_kv_heads,
+                params.head_dim,
+                page_size,
+                kv_format,
+                element[1],
+                where.dims,
+                where.machine,
+            ):
+                yield replace(
+                    quantised,
+                    template="attention_prefill_quantised_gluon",
+                    schedule=schedule,
+                    arguments={**arguments, "counters": "scratch:counters"},
+                    scratch=(BLOCK_COUNTERS,),
                 )
             return
         prefill = Candidate(
@@ -109,7 +132,6 @@ def lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candidat
             yield replace(prefill, template="attention_prefill_tma", schedule=schedule)
         if limits:
             return
-        counters = Scratch("counters", "i32", 2)
         for schedule in attention_prefill_gluon_schedules(
             params.num_heads,
             params.num_kv_heads,
@@ -119,13 +141,13 @@ def lower_attention(op: Op, graph: Graph, where: Situation) -> Iterator[Candidat
             where.dims,
             where.machine,
         ):
-            yield Candidate(
-                prefill.name,
-                "attention_prefill_gluon",
-                shape,
-                schedule,
-                {**arguments, "counters": "scratch:counters"},
-                (counters,),
+            yield replace(
+                prefill,
+                template="attention_prefill_gluon",
+                schedule=schedule,
+                arguments={**arguments, "counters": "scratch:counters"},
+                scratch=(BLOCK_COUNTERS,),
+                hooks={},
             )
         return
     template = "attention_decode"

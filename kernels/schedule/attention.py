@@ -305,6 +305,28 @@ def attention_prefill_gluon_schedules(
                 }
 
 
+def attention_prefill_quantised_gluon_schedules(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    kv_format: str,
+    element_bytes: int,
+    dims: Mapping[str, int],
+    machine: str,
+) -> Iterator[Schedule]:
+    """Yield schedules of prefill attention whose whole prompts have a kernel of their own."""
+    # Its tiles are no pages: any number of tokens will do.
+    for own in attention_prefill_gluon_schedules(
+        num_heads, num_kv_heads, head_dim, 128, element_bytes, dims, machine
+    ):
+        for others in attention_prefill_quantised_schedules(page_size, kv_format, dims, machine):
+            if others["PACK_HEADS"] == own["PACK_HEADS"]:
+                own_tokens = {"OWN_TOKENS": own["BLOCK_TOKENS"]}
+                yield {**own, **others, **own_tokens}
+                break
+
+
 def _attention_prefill(
     block_rows: int, block_tokens: int, warps: int, stages: int, *, pack_heads: bool
 ) -> Schedule:

@@ -25,6 +25,9 @@ from unittest import mock
 import numpy as np
 import torch
 
+from treadle.kernels.inline import inline_parts
+from treadle.kernels.load import write_module
+
 DEADLINE_S = 20.0
 
 
@@ -369,10 +372,13 @@ class Machine:
             yield
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Run a module's text on this machine and give its names."""
+        """Run a template, as it is emitted, on this machine and give its names."""
         names: dict[str, Any] = {"__name__": "emulated"}
+        text = inline_parts(path.stem, path.read_text())
+        # Other kernels of the template are Triton's own, which reads their lines of the file.
+        file = write_module(text, path.stem)
         with self.installed():
-            exec(compile(path.read_text(), str(path), "exec"), names)
+            exec(compile(text, str(file), "exec"), names)
         return names
 
 

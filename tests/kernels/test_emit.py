@@ -225,13 +225,17 @@ LIMITS = ("", "window__cap", "window__sinks")
 
 @pytest.mark.parametrize(
     ("template", "form"),
-    [*itertools.product(ATTENTION_TEMPLATES, LIMITS), ("attention_prefill_gluon", "")],
+    [
+        *itertools.product(ATTENTION_TEMPLATES, LIMITS),
+        ("attention_prefill_gluon", ""),
+        ("attention_prefill_quantised_gluon", ""),
+    ],
 )
 def test_emitted_attention_is_golden(
     template: str, form: str, golden: Callable[[str], Golden]
 ) -> None:
     step = "decode" if "decode" in template else "mixed"
-    kv_format = "int8" if template.endswith("quantised") else ""
+    kv_format = "int8" if "quantised" in template else ""
     b = GraphBuilder("attending", step=step, dtype="bf16", page_size=64, kv_format=kv_format)
     x = b.embed(b.weight("embed", "embed", 32, 6144))
     q, k, v = b.split(x, 4096, 1024, 1024, name="q k v")
@@ -453,8 +457,30 @@ def test_a_part_is_put_before_the_first_function_with_what_it_calls() -> None:
     text = inline_parts("some", WITH_PARTS)
     names = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
     assert names == ["prefetch", "prefetch_tiles", "kernel"]
-    assert text.startswith("import triton\n\nSHAPE = dict(N=1)\n\n\n@triton.jit\ndef prefetch(")
+    imports = "import triton\nimport triton.language as tl\n\n"
+    assert text.startswith(f"{imports}SHAPE = dict(N=1)\n\n\n@triton.jit\ndef prefetch(")
     assert "treadle" not in text
+
+
+def test_a_part_brings_the_constants_and_imports_that_it_needs_once() -> None:
+    wanted = WITH_PARTS.replace("prefetch import prefetch_tiles", "attention_warps import plan")
+    wanted = wanted.replace(
+        "import triton\n", "import triton\nfrom triton.experimental import gluon\n"
+    )
+    text = inline_parts("some", wanted)
+    assert text.count("from triton.experimental import gluon\n") == 1
+    assert "    mbarrier,\n" in text
+    assert "FIELDS = gl.constexpr(8)" in text
+    assert "warpgroup_mma(" not in text  # of what `plan` does not call
+
+
+def test_a_part_brings_what_it_imports_of_another_part() -> None:
+    wanted = WITH_PARTS.replace(
+        "prefetch import prefetch_tiles", "quantised_prefill import attend_own"
+    )
+    text = inline_parts("some", wanted)
+    names = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    assert names == ["SCORES", "attend_own", "kernel"]
 
 
 def test_a_text_without_parts_stays_as_it_is() -> None:

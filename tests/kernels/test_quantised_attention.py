@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from treadle.ir.kv_cache import KV_FORMATS
+from treadle.kernels.emit import TEMPLATE_DIR
+from treadle.kernels.interpreter import repair_interpreter
 from treadle.kernels.kv_pages import QuantisedCache, dequantise_keys, dequantise_values
 from treadle.kernels.reference.attention import attention, kv_write
 from treadle.kernels.reference.norms import head_norm
 from treadle.kernels.reference.rope import rope
 from treadle.kernels.reference.rows import split
 
+from .gluon_machine import Machine
 from .paged_inputs import POISON, PagedInputs
 from .private_template import load_template
 from .quantised_inputs import (
@@ -182,6 +185,77 @@ def test_a_whole_prompt_attends_as_if_nothing_was_quantised(
     torch.testing.assert_close(
         out.float(), expected.transpose(0, 1).flatten(1), atol=tolerance, rtol=tolerance
     )
+
+
+# --- whole prompts by specialised warps -----------------------------------------------------------
+
+
+def prefill_by_warps(
+    inputs: QuantisedInputs, k: torch.Tensor, v: torch.Tensor, num_tokens: int, **schedule: Any
+) -> torch.Tensor:
+    """Launch both kernels, Gluon's on threads unless the inputs are on a GPU."""
+    plain, name = inputs.plain, "attention_prefill_quantised_gluon"
+    if plain.q.is_cuda:
+        template = vars(load_template(name, shape=inputs.shape, schedule=schedule))
+    else:
+        repair_interpreter()
+        template = Machine().load(TEMPLATE_DIR / f"{name}.py")
+        template["SHAPE"].update(inputs.shape)
+        template["SCHEDULE"].update(schedule)
+    out = plain.poisoned_out()
+    counters = torch.zeros(2, dtype=torch.int32, device=out.device)
+    for _ in range(2):
+        template["launch"](
+            plain.q,
+            k,
+            v,
+            *inputs.caches,
+            plain.block_table,
+            plain.seq_rows,
+            plain.query_start,
+            plain.context_lens,
+            out,
+            counters,
+            num_tokens,
+            plain.num_seqs,
+        )
+        assert counters.tolist() == [0, 0]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    [
+        pytest.param((8, 2, 64, 64), {"OWN_TOKENS": 64, "PING_PONG": True}, id="ping-pong"),
+        pytest.param((4, 1, 128, 16), {"OWN_TOKENS": 128, "BLOCK_TOKENS": 16}, id="wide-tiles"),
+        pytest.param((7, 1, 64, 32), {"PACK_HEADS": False, "BLOCK_TOKENS": 32}, id="by-head"),
+    ],
+)
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_whole_prompts_by_warps_and_all_others_match_the_reference(
+    kv_format: str, model: Model, schedule: dict[str, Any], device: str, rng_seed: int
+) -> None:
+    # Prompts that begin in the step, later chunks, decoding sequences, padding, tokens of nobody.
+    sequences = [*RAGGED, (150, 150), (0, 0), (40, 90), (64, 64)]
+    inputs = draw_quantised(sequences, model, kv_format, device, rng_seed, torch.float16, 4)
+    k, v = draw_own(inputs, rng_seed)
+    num_tokens = inputs.plain.num_tokens
+    out = prefill_by_warps(inputs, k, v, num_tokens + 4, NUM_PROGRAMS=3, **schedule)
+    assert bool(out[num_tokens:].isnan().all())
+    expected = inputs.attend(k, v)[:num_tokens].float()
+    torch.testing.assert_close(out[:num_tokens].float(), expected, atol=5e-3, rtol=5e-3)
+
+
+def test_tokens_of_other_sequences_are_never_used(device: str, rng_seed: int) -> None:
+    """A tile reaches into the next sequence's keys and values, which may not even be numbers."""
+    inputs = draw_quantised(
+        [(70, 70), (33, 33)], (4, 1, 64, 64), "int8", device, rng_seed, torch.float16
+    )
+    k, v = draw_own(inputs, rng_seed)
+    alone = prefill_by_warps(inputs, k, v, 103, OWN_TOKENS=128)[:70]
+    for each in (k, v):
+        each[70:] = torch.nan
+    assert torch.equal(prefill_by_warps(inputs, k, v, 103, OWN_TOKENS=128)[:70], alone)
 
 
 # --- append ---------------------------------------------------------------------------------------

@@ -34,10 +34,10 @@ SCHEDULE = dict(
     num_warps=4,
 )
 
-# Two names that changed between Triton 3.6 and 3.9.
+
+# The step's metadata may be slices: their alignment must not select another compiled kernel.
 fetch_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 sync_group = getattr(gl, "barrier", None) or gl.thread_barrier
-
 CONSUMERS = gl.constexpr(2)  # groups of four warps that attend
 ROWS = gl.constexpr(64)  # of a consumer: what one product takes
 FIELDS = gl.constexpr(8)  # numbers that describe a block of queries
@@ -100,6 +100,7 @@ def plan(
     HEADS: gl.constexpr,
     BLOCK_Q: gl.constexpr,
     BLOCK_TOKENS: gl.constexpr,
+    FROM_ROWS: gl.constexpr,
 ):
     """Take a first block of queries, others off the shared counter; say where each of them lies."""
     SEARCH_WIDTH: gl.constexpr = 256
@@ -122,10 +123,13 @@ def plan(
         start = gl.load(query_start_ptr + seq)
         num_queries = gl.load(query_start_ptr + seq + 1) - start
         first_query = (block - (start - launch_start) // BLOCK_Q - seq) * BLOCK_Q
-        if first_query < num_queries:
-            table_row = gl.load(seq_rows_ptr + seq)
+        table_row = gl.load(seq_rows_ptr + seq)
+        context = gl.load(context_lens_ptr + seq)
+        is_ours = first_query < num_queries
+        if FROM_ROWS:
+            is_ours = is_ours & (table_row >= 0) & (context == num_queries)
+        if is_ours:
             # Query j stands at position prior + j and sees the keys up to and including its own.
-            context = gl.load(context_lens_ptr + seq)
             prior = context - num_queries
             stop = prior + gl.minimum(first_query + BLOCK_Q, num_queries)
             num_tiles = (gl.maximum(stop, 0) + BLOCK_TOKENS - 1) // BLOCK_TOKENS
@@ -154,13 +158,15 @@ def plan(
 
 
 @gluon.jit
-def fetch_pages(
-    desc, page, next_page, ready, tile, slot_in_page, kv_head,
-    NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
+def fetch_tokens(
+    desc, page, next_page, row, ready, tile, slot_in_page, kv_head,
+    NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, FROM_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Fetch a tile of keys or values, which is part of a page, a page, or two pages."""
+    """Fetch a tile of keys or values: rows of a step, or a part of a page, a page, or two pages."""
     BLOCK_TOKENS: gl.constexpr = tile.shape[0]
-    if BLOCK_TOKENS <= PAGE_SIZE:
+    if FROM_ROWS:
+        fetch_tile(desc, [row, kv_head * tile.shape[1]], ready, tile)
+    elif BLOCK_TOKENS <= PAGE_SIZE:
         fetch_tile(
             desc, [(page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + slot_in_page, 0], ready, tile
         )
@@ -193,6 +199,7 @@ def produce(
     NUM_KV_HEADS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     PACK_HEADS: gl.constexpr,
+    FROM_ROWS: gl.constexpr,
 ):
     """Fetch the queries of each block, and its tiles of keys and values, last tile first."""
     PLACES: gl.constexpr = board.shape[0] // FIELDS
@@ -208,6 +215,7 @@ def produce(
     while num_tiles >= 0:
         place = number % PLACES
         first_token = read_field(board, place, 1)
+        first_row = first_token - read_field(board, place, 3)  # of a sequence that begins here
         context = read_field(board, place, 4)
         head = read_field(board, place, 5)
         table_row = read_field(board, place, 6).to(gl.int64)
@@ -228,26 +236,29 @@ def produce(
         pages_ptr = block_table_ptr + table_row * table_stride
         for tile in range(num_tiles - 1, -1, -1):
             tile_start = tile * BLOCK_TOKENS
-            pages = tile_start // PAGE_SIZE
-            page = gl.load(pages_ptr + pages)
-            next_page = page
-            if BLOCK_TOKENS > PAGE_SIZE:
-                # What follows the sequence's last page is never used.
-                inside = tile_start + PAGE_SIZE < context
-                next_page = gl.load(pages_ptr + pages + 1, mask=inside, other=0)
+            page, next_page = 0, 0
+            if not FROM_ROWS:
+                pages = tile_start // PAGE_SIZE
+                page = gl.load(pages_ptr + pages)
+                if BLOCK_TOKENS > PAGE_SIZE:
+                    # What follows the sequence's last page is never used.
+                    inside = tile_start + PAGE_SIZE < context
+                    next_page = gl.load(pages_ptr + pages + 1, mask=inside, other=0)
             slot = step % STAGES
             phase = ((step // STAGES) & 1) ^ 1
             mbarrier.wait(k_empty.index(slot), phase)
             mbarrier.expect(k_full.index(slot), TILE_BYTES)
-            fetch_pages(
-                k_desc, page, next_page, k_full.index(slot), k_ring.index(slot),
-                tile_start % PAGE_SIZE, kv_head, NUM_KV_HEADS, PAGE_SIZE,
+            fetch_tokens(
+                k_desc, page, next_page, first_row + tile_start, k_full.index(slot),
+                k_ring.index(slot), tile_start % PAGE_SIZE, kv_head, NUM_KV_HEADS, PAGE_SIZE,
+                FROM_ROWS,
             )  # fmt: skip
             mbarrier.wait(v_empty.index(slot), phase)
             mbarrier.expect(v_full.index(slot), TILE_BYTES)
-            fetch_pages(
-                v_desc, page, next_page, v_full.index(slot), v_ring.index(slot),
-                tile_start % PAGE_SIZE, kv_head, NUM_KV_HEADS, PAGE_SIZE,
+            fetch_tokens(
+                v_desc, page, next_page, first_row + tile_start, v_full.index(slot),
+                v_ring.index(slot), tile_start % PAGE_SIZE, kv_head, NUM_KV_HEADS, PAGE_SIZE,
+                FROM_ROWS,
             )  # fmt: skip
             step += 1
         number += 1
@@ -484,17 +495,8 @@ def consume(
         num_tiles = read_field(board, place, 0)
 
 
-# The step's metadata may be slices: their alignment must not select another compiled kernel.
-@gluon.jit(
-    do_not_specialize=["table_stride", "num_seqs", "num_blocks"],
-    do_not_specialize_on_alignment=[
-        "block_table_ptr",
-        "seq_rows_ptr",
-        "query_start_ptr",
-        "context_lens_ptr",
-    ],
-)
-def attention_prefill(
+@gluon.jit
+def attend_by_warps(
     q_desc,
     k_desc,
     v_desc,
@@ -517,10 +519,13 @@ def attention_prefill(
     QUERY_STAGES: gl.constexpr,
     PACK_HEADS: gl.constexpr,
     PING_PONG: gl.constexpr,
-    NUM_PROGRAMS: gl.constexpr,
+    FROM_ROWS: gl.constexpr,
 ):
-    """Attend from blocks of 128 rows until all are taken."""
-    # Grid: axis 0 programs; each takes the next block when it has room for one.
+    """Attend from blocks of 128 rows until all are taken.
+
+    FROM_ROWS: keys and values are the step's own, as they were computed, and only sequences that
+    begin in the step are attended from; else they are in pages.
+    """
     GROUP_HEADS: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
     PACKED: gl.constexpr = GROUP_HEADS if PACK_HEADS else 1
     HEADS: gl.constexpr = NUM_HEADS // PACKED
@@ -587,7 +592,7 @@ def attention_prefill(
                 (
                     q_desc, k_desc, v_desc, block_table_ptr, table_stride, board, posted, taken,
                     q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    GROUP_HEADS, NUM_KV_HEADS, PAGE_SIZE, PACK_HEADS,
+                    GROUP_HEADS, NUM_KV_HEADS, PAGE_SIZE, PACK_HEADS, FROM_ROWS,
                 ),
             ),
             (
@@ -595,6 +600,7 @@ def attention_prefill(
                 (
                     seq_rows_ptr, query_start_ptr, context_lens_ptr, counters_ptr, board, posted,
                     taken, num_seqs, num_blocks, HEADS, CONSUMERS * (ROWS // PACKED), BLOCK_TOKENS,
+                    FROM_ROWS,
                 ),
             ),
         ],
@@ -607,6 +613,50 @@ def describe(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """Describe blocks of heads, of keys or of values to the bulk copy engine."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
     return TensorDescriptor.from_tensor(tensor, block, layout)
+
+
+@gluon.jit(
+    do_not_specialize=["table_stride", "num_seqs", "num_blocks"],
+    do_not_specialize_on_alignment=[
+        "block_table_ptr",
+        "seq_rows_ptr",
+        "query_start_ptr",
+        "context_lens_ptr",
+    ],
+)
+def attention_prefill(
+    q_desc,
+    k_desc,
+    v_desc,
+    block_table_ptr,
+    seq_rows_ptr,
+    query_start_ptr,
+    context_lens_ptr,
+    out_ptr,
+    counters_ptr,
+    table_stride,
+    num_seqs,
+    num_blocks,
+    NUM_HEADS: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    SCALE: gl.constexpr,
+    BLOCK_TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
+    QUERY_STAGES: gl.constexpr,
+    PACK_HEADS: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    NUM_PROGRAMS: gl.constexpr,
+):
+    """Attend from blocks of 128 rows until all are taken."""
+    # Grid: axis 0 programs; each takes the next block when it has room for one.
+    attend_by_warps(
+        q_desc, k_desc, v_desc, block_table_ptr, seq_rows_ptr, query_start_ptr, context_lens_ptr,
+        out_ptr, counters_ptr, table_stride, num_seqs, num_blocks, NUM_HEADS, NUM_KV_HEADS,
+        HEAD_DIM, PAGE_SIZE, SCALE, BLOCK_TOKENS, STAGES, QUERY_STAGES, PACK_HEADS, PING_PONG,
+        False,
+    )  # fmt: skip
 
 
 def launch(

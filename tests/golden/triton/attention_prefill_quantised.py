@@ -216,7 +216,7 @@ def weigh_values(
 
 
 @triton.jit
-def _attend_own(
+def attend_own(
     acc,
     second_acc,
     best,
@@ -269,7 +269,6 @@ def _attend_own(
     return acc, second_acc, new_best, total
 
 
-# The step's metadata may be slices: their alignment must not select another compiled kernel.
 @triton.jit(
     do_not_specialize=["table_stride", "num_seqs"],
     do_not_specialize_on_alignment=[
@@ -304,6 +303,7 @@ def attention_prefill(
     BLOCK_TOKENS: tl.constexpr,
     PACK_HEADS: tl.constexpr,
     USE_PTX: tl.constexpr,
+    LEAVES_WHOLE: tl.constexpr,
 ):
     # Grid: axis 0 = KV head (PACK_HEADS) or query head, axis 1 = query block, last one first:
     # late blocks of a sequence see the most keys and should not be the ones that run alone.
@@ -339,6 +339,9 @@ def attention_prefill(
         return
     table_row = tl.load(seq_rows_ptr + seq)
     context = tl.where(table_row < 0, 0, tl.load(context_lens_ptr + seq))
+    # Sequences that begin in this step may have a kernel of their own.
+    if LEAVES_WHOLE & (context == num_queries):
+        return
 
     rows = tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, BLOCK_W)
@@ -416,7 +419,7 @@ def attention_prefill(
     num_open = prior - full_stop
     newest = tl.zeros((BLOCK_ROWS,), tl.int32) + num_open - 1  # [BLOCK_ROWS]
     for tile_start in range(0, num_open, BLOCK_TOKENS):
-        acc, second_acc, best, total = _attend_own(
+        acc, second_acc, best, total = attend_own(
             acc, second_acc, best, total, q, second_q, newest, num_open + queries,
             k_open_ptr + open_offset, v_open_ptr + open_offset, tile_start, num_open, NUM_KV_HEADS,
             HEAD_DIM, WIDTH, SCALE_LOG2, BLOCK_TOKENS, BLOCK_W, True,
@@ -427,13 +430,13 @@ def attention_prefill(
     full_stop = tl.minimum((first_query + 1) // BLOCK_TOKENS * BLOCK_TOKENS, stop)
     first_own = 0
     for tile_start in range(first_own, full_stop, BLOCK_TOKENS):
-        acc, second_acc, best, total = _attend_own(
+        acc, second_acc, best, total = attend_own(
             acc, second_acc, best, total, q, second_q, queries, queries, k_ptr + own_offset,
             v_ptr + own_offset, tile_start, stop, NUM_KV_HEADS, HEAD_DIM, WIDTH, SCALE_LOG2,
             BLOCK_TOKENS, BLOCK_W, False,
         )  # fmt: skip
     for tile_start in range(full_stop, stop, BLOCK_TOKENS):
-        acc, second_acc, best, total = _attend_own(
+        acc, second_acc, best, total = attend_own(
             acc, second_acc, best, total, q, second_q, queries, queries, k_ptr + own_offset,
             v_ptr + own_offset, tile_start, stop, NUM_KV_HEADS, HEAD_DIM, WIDTH, SCALE_LOG2,
             BLOCK_TOKENS, BLOCK_W, True,
@@ -486,5 +489,6 @@ def launch(
         num_seqs,
         **SHAPE,
         **SCHEDULE,
+        LEAVES_WHOLE=False,
         enable_fp_fusion=True,
     )

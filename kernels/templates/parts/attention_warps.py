@@ -1,0 +1,597 @@
+"""Prefill attention by specialised warps, of keys and values in pages or in rows.
+
+Written in Gluon, for Hopper. Programs stay, one a multiprocessor, and divide their warps between
+planning, fetching and attending; see the templates that use it.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Two names that changed between Triton 3.6 and 3.9.
+fetch_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+sync_group = getattr(gl, "barrier", None) or gl.thread_barrier
+
+CONSUMERS = gl.constexpr(2)  # groups of four warps that attend
+ROWS = gl.constexpr(64)  # of a consumer: what one product takes
+FIELDS = gl.constexpr(8)  # numbers that describe a block of queries
+
+
+@gluon.jit
+def write_field(board, place, FIELD: gl.constexpr, value):
+    """Write one number of the description of a block of queries."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    board.index(place * FIELDS + FIELD).store(gl.full([1], value, gl.int32, layout=layout))
+
+
+@gluon.jit
+def read_field(board, place, FIELD: gl.constexpr):
+    """Read one number of the description of a block of queries."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.sum(board.index(place * FIELDS + FIELD).load(layout), 0)
+
+
+@gluon.jit
+def announce(
+    board,
+    posted,
+    taken,
+    number,
+    num_tiles,
+    first_token,
+    num_queries,
+    first_position,
+    context,
+    head,
+    table_row,
+):
+    """Post block of queries `number` of this program; -1 tiles: there are no more."""
+    PLACES: gl.constexpr = board.shape[0] // FIELDS
+    place = number % PLACES
+    mbarrier.wait(taken.index(place), ((number // PLACES) & 1) ^ 1)
+    write_field(board, place, 0, num_tiles)
+    write_field(board, place, 1, first_token)
+    write_field(board, place, 2, num_queries)
+    write_field(board, place, 3, first_position)
+    write_field(board, place, 4, context)
+    write_field(board, place, 5, head)
+    write_field(board, place, 6, table_row)
+    sync_group()
+    mbarrier.arrive(posted.index(place), count=1)
+
+
+@gluon.jit
+def plan(
+    seq_rows_ptr,
+    query_start_ptr,
+    context_lens_ptr,
+    counters_ptr,
+    board,
+    posted,
+    taken,
+    num_seqs,
+    num_blocks,
+    HEADS: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_TOKENS: gl.constexpr,
+    FROM_ROWS: gl.constexpr,
+):
+    """Take a first block of queries, others off the shared counter; say where each of them lies."""
+    SEARCH_WIDTH: gl.constexpr = 256
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    launch_start = gl.load(query_start_ptr)
+    number = 0
+    item = gl.program_id(0)
+    while item < num_blocks * HEADS:
+        block = num_blocks - 1 - item // HEADS
+        # Sequence i owns the query blocks from first_blocks[i] on, which grow strictly with i: the
+        # last one at or below `block` is ours. Counting takes one load where bisecting takes many.
+        num_starts = 0
+        for first in range(0, num_seqs, SEARCH_WIDTH):
+            seqs = first + gl.arange(0, SEARCH_WIDTH, layout=layout)  # [SEARCH_WIDTH]
+            starts = gl.load(query_start_ptr + seqs, mask=seqs < num_seqs, other=0)
+            first_blocks = (starts - launch_start) // BLOCK_Q + seqs  # [SEARCH_WIDTH]
+            is_start = (first_blocks <= block) & (seqs < num_seqs)  # [SEARCH_WIDTH]
+            num_starts += gl.sum(is_start.to(gl.int32), 0)
+        seq = num_starts - 1
+        start = gl.load(query_start_ptr + seq)
+        num_queries = gl.load(query_start_ptr + seq + 1) - start
+        first_query = (block - (start - launch_start) // BLOCK_Q - seq) * BLOCK_Q
+        table_row = gl.load(seq_rows_ptr + seq)
+        context = gl.load(context_lens_ptr + seq)
+        is_ours = first_query < num_queries
+        if FROM_ROWS:
+            is_ours = is_ours & (table_row >= 0) & (context == num_queries)
+        if is_ours:
+            # Query j stands at position prior + j and sees the keys up to and including its own.
+            prior = context - num_queries
+            stop = prior + gl.minimum(first_query + BLOCK_Q, num_queries)
+            num_tiles = (gl.maximum(stop, 0) + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+            if table_row < 0:
+                num_tiles = 0
+            announce(
+                board,
+                posted,
+                taken,
+                number,
+                num_tiles,
+                start + first_query,
+                num_queries - first_query,
+                prior + first_query,
+                context,
+                item % HEADS,
+                table_row,
+            )
+            number += 1
+        item = gl.num_programs(0) + gl.atomic_add(counters_ptr, 1)
+    announce(board, posted, taken, number, -1, 0, 0, 0, 0, 0, 0)
+    # Who is the last to leave has seen all others take their last number.
+    if gl.atomic_add(counters_ptr + 1, 1) == gl.num_programs(0) - 1:
+        gl.store(counters_ptr, 0)
+        gl.store(counters_ptr + 1, 0)
+
+
+@gluon.jit
+def fetch_tokens(
+    desc, page, next_page, row, ready, tile, slot_in_page, kv_head,
+    NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, FROM_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Fetch a tile of keys or values: rows of a step, or a part of a page, a page, or two pages."""
+    BLOCK_TOKENS: gl.constexpr = tile.shape[0]
+    if FROM_ROWS:
+        fetch_tile(desc, [row, kv_head * tile.shape[1]], ready, tile)
+    elif BLOCK_TOKENS <= PAGE_SIZE:
+        fetch_tile(
+            desc, [(page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + slot_in_page, 0], ready, tile
+        )
+    else:
+        first, second = tile.slice(0, PAGE_SIZE), tile.slice(PAGE_SIZE, PAGE_SIZE)
+        fetch_tile(desc, [(page * NUM_KV_HEADS + kv_head) * PAGE_SIZE, 0], ready, first)
+        fetch_tile(desc, [(next_page * NUM_KV_HEADS + kv_head) * PAGE_SIZE, 0], ready, second)
+
+
+@gluon.jit
+def produce(
+    q_desc,
+    k_desc,
+    v_desc,
+    block_table_ptr,
+    table_stride,
+    board,
+    posted,
+    taken,
+    q_ring,
+    k_ring,
+    v_ring,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    GROUP_HEADS: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    PACK_HEADS: gl.constexpr,
+    FROM_ROWS: gl.constexpr,
+):
+    """Fetch the queries of each block, and its tiles of keys and values, last tile first."""
+    PLACES: gl.constexpr = board.shape[0] // FIELDS
+    STAGES: gl.constexpr = k_ring.shape[0]
+    QUERY_STAGES: gl.constexpr = q_ring.shape[0] // CONSUMERS
+    BLOCK_TOKENS: gl.constexpr = k_ring.shape[1]
+    HEAD_DIM: gl.constexpr = k_ring.shape[2]
+    TILE_BYTES: gl.constexpr = BLOCK_TOKENS * HEAD_DIM * 2
+    PACKED: gl.constexpr = GROUP_HEADS if PACK_HEADS else 1
+    number, step = 0, 0
+    mbarrier.wait(posted.index(0), 0)
+    num_tiles = read_field(board, 0, 0)
+    while num_tiles >= 0:
+        place = number % PLACES
+        first_token = read_field(board, place, 1)
+        first_row = first_token - read_field(board, place, 3)  # of a sequence that begins here
+        context = read_field(board, place, 4)
+        head = read_field(board, place, 5)
+        table_row = read_field(board, place, 6).to(gl.int64)
+        sync_group()
+        mbarrier.arrive(taken.index(place), count=1)
+        kv_head = head if PACK_HEADS else head // GROUP_HEADS
+
+        q_slot = number % QUERY_STAGES
+        mbarrier.wait(q_empty.index(q_slot), ((number // QUERY_STAGES) & 1) ^ 1)
+        mbarrier.expect(q_full.index(q_slot), CONSUMERS * ROWS * HEAD_DIM * 2)
+        for consumer in gl.static_range(CONSUMERS):
+            fetch_tile(
+                q_desc,
+                [first_token + consumer * (ROWS // PACKED), head * PACKED, 0],
+                q_full.index(q_slot),
+                q_ring.index(q_slot * CONSUMERS + consumer),
+            )
+        pages_ptr = block_table_ptr + table_row * table_stride
+        for tile in range(num_tiles - 1, -1, -1):
+            tile_start = tile * BLOCK_TOKENS
+            page, next_page = 0, 0
+            if not FROM_ROWS:
+                pages = tile_start // PAGE_SIZE
+                page = gl.load(pages_ptr + pages)
+                if BLOCK_TOKENS > PAGE_SIZE:
+                    # What follows the sequence's last page is never used.
+                    inside = tile_start + PAGE_SIZE < context
+                    next_page = gl.load(pages_ptr + pages + 1, mask=inside, other=0)
+            slot = step % STAGES
+            phase = ((step // STAGES) & 1) ^ 1
+            mbarrier.wait(k_empty.index(slot), phase)
+            mbarrier.expect(k_full.index(slot), TILE_BYTES)
+            fetch_tokens(
+                k_desc, page, next_page, first_row + tile_start, k_full.index(slot),
+                k_ring.index(slot), tile_start % PAGE_SIZE, kv_head, NUM_KV_HEADS, PAGE_SIZE,
+                FROM_ROWS,
+            )  # fmt: skip
+            mbarrier.wait(v_empty.index(slot), phase)
+            mbarrier.expect(v_full.index(slot), TILE_BYTES)
+            fetch_tokens(
+                v_desc, page, next_page, first_row + tile_start, v_full.index(slot),
+                v_ring.index(slot), tile_start % PAGE_SIZE, kv_head, NUM_KV_HEADS, PAGE_SIZE,
+                FROM_ROWS,
+            )  # fmt: skip
+            step += 1
+        number += 1
+        place = number % PLACES
+        mbarrier.wait(posted.index(place), (number // PLACES) & 1)
+        num_tiles = read_field(board, place, 0)
+
+
+@gluon.jit
+def weigh(scores, best, tile_start, positions, SCALE_LOG2: gl.constexpr, MASKED: gl.constexpr):
+    """Give the weights of a tile, the new best score, and what the old sums are multiplied by."""
+    if MASKED:
+        # A limit above all scores up to the row's own position, and below them beyond: for numbers
+        # take fewer instructions than conditions. Not infinite: a row may see nothing of its first
+        # tile. What is no number becomes the limit.
+        columns = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
+        reach = (positions - tile_start).to(gl.float32) * 2.0e30 + 1.0e30  # [ROWS]
+        steps = columns.to(gl.float32) * 2.0e30  # [BLOCK_TOKENS]
+        scores = gl.minimum(scores, reach[:, None] - steps[None, :])  # [ROWS, BLOCK_TOKENS]
+    # Scores are kept in units of log2: each exponential is then one exp2 of one multiply-add.
+    new_best = gl.maximum(best, gl.max(scores, 1) * SCALE_LOG2)  # [ROWS]
+    weights = gl.exp2(scores * SCALE_LOG2 - new_best[:, None])  # [ROWS, BLOCK_TOKENS]
+    return weights, new_best, gl.exp2(best - new_best)
+
+
+@gluon.jit
+def attend_tile(
+    acc,
+    best,
+    total,
+    rescale,
+    weights,
+    q_tile,
+    k_ring,
+    v_ring,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    turn,
+    step,
+    tile_start,
+    positions,
+    CONSUMER: gl.constexpr,
+    SCALE_LOG2: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """Ask for scores of tile `step`, add the values of the one before, weigh meanwhile."""
+    STAGES: gl.constexpr = k_ring.shape[0]
+    BLOCK_TOKENS: gl.constexpr = k_ring.shape[1]
+    scores_layout: gl.constexpr = positions.type.layout.parent
+    slot, before = step % STAGES, (step - 1) % STAGES
+    mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
+    if PING_PONG:
+        mbarrier.wait(turn.index(CONSUMER), (step & 1) ^ (0 if CONSUMER > 0 else 1))
+    scores = gl.zeros([ROWS, BLOCK_TOKENS], gl.float32, layout=scores_layout)
+    scores = warpgroup_mma(
+        q_tile, k_ring.index(slot).permute((1, 0)), scores, use_acc=False, is_async=True
+    )  # [ROWS, BLOCK_TOKENS]
+    mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
+    acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    acc = acc * gl.convert_layout(rescale, acc_rows)[:, None]
+    acc = warpgroup_mma(weights, v_ring.index(before), acc, is_async=True)  # [ROWS, HEAD_DIM]
+    if PING_PONG:
+        sync_group()
+        mbarrier.arrive(turn.index((CONSUMER + 1) % CONSUMERS), count=1)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    sync_group()
+    mbarrier.arrive(k_empty.index(slot), count=1)
+    new_weights, best, rescale = weigh(scores, best, tile_start, positions, SCALE_LOG2, MASKED)
+    total = total * rescale + gl.sum(new_weights, 1)  # [ROWS]
+    # The assembler moves exponentials behind the wait for the product that should hide them, but
+    # not over a loop, such as the one that waits here for what came long ago.
+    mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
+    # Packed behind it: before, old and new weights beside the scores would take too many registers.
+    new_weights = gl.convert_layout(new_weights.to(v_ring.dtype), weights.type.layout)
+    acc, new_weights = warpgroup_mma_wait(0, deps=(acc, new_weights))
+    sync_group()
+    mbarrier.arrive(v_empty.index(before), count=1)
+    return acc, best, total, rescale, new_weights
+
+
+@gluon.jit
+def consume(
+    out_ptr,
+    board,
+    posted,
+    taken,
+    q_ring,
+    k_ring,
+    v_ring,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    turn,
+    CONSUMER: gl.constexpr,
+    NUM_HEADS: gl.constexpr,
+    GROUP_HEADS: gl.constexpr,
+    SCALE_LOG2: gl.constexpr,
+    PACK_HEADS: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):
+    """Attend from this consumer's rows of every block of queries, and write their output."""
+    PLACES: gl.constexpr = board.shape[0] // FIELDS
+    STAGES: gl.constexpr = k_ring.shape[0]
+    QUERY_STAGES: gl.constexpr = q_ring.shape[0] // CONSUMERS
+    BLOCK_TOKENS: gl.constexpr = k_ring.shape[1]
+    HEAD_DIM: gl.constexpr = k_ring.shape[2]
+    PACKED: gl.constexpr = GROUP_HEADS if PACK_HEADS else 1
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_TOKENS, 16]
+    )
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM, 16]
+    )
+    weights_layout: gl.constexpr = gl.DotOperandLayout(
+        operand_index=0, parent=acc_layout, k_width=2
+    )
+    # Eight values, 16 bytes, a thread.
+    row_layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0]
+    )
+    rows_of_scores: gl.constexpr = gl.SliceLayout(1, scores_layout)
+    rows_of_acc: gl.constexpr = gl.SliceLayout(1, acc_layout)
+    rows = gl.arange(0, ROWS, layout=rows_of_scores)  # [ROWS]
+    own_query: gl.constexpr = CONSUMER * (ROWS // PACKED)
+    number, step = 0, 0
+    mbarrier.wait(posted.index(0), 0)
+    num_tiles = read_field(board, 0, 0)
+    while num_tiles >= 0:
+        place = number % PLACES
+        first_token = read_field(board, place, 1).to(gl.int64) + own_query
+        num_queries = read_field(board, place, 2) - own_query
+        block_position = read_field(board, place, 3)
+        context = read_field(board, place, 4)
+        head = read_field(board, place, 5)
+        sync_group()
+        mbarrier.arrive(taken.index(place), count=1)
+
+        q_slot = number % QUERY_STAGES
+        q_memory = q_ring.index(q_slot * CONSUMERS + CONSUMER)
+        q_tile = q_memory.reshape([ROWS, HEAD_DIM])
+        positions = block_position + own_query + rows // PACKED  # [ROWS]
+        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout=acc_layout)
+        # Below any score and far above what is masked: where a row sees nothing of a tile, all
+        # weights are 0. Were the best score a masked one, the rounding of so large a product, which
+        # the fused multiply-add of the exponent does not share, would make some of them infinite.
+        best = gl.full([ROWS], -1.0e20, gl.float32, layout=rows_of_scores)
+        total = gl.zeros([ROWS], gl.float32, layout=rows_of_scores)
+        mbarrier.wait(q_full.index(q_slot), (number // QUERY_STAGES) & 1)
+        if num_tiles > 0:
+            slot = step % STAGES
+            tile_start = (num_tiles - 1) * BLOCK_TOKENS
+            mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
+            if PING_PONG:
+                mbarrier.wait(turn.index(CONSUMER), (step & 1) ^ (0 if CONSUMER > 0 else 1))
+            scores = gl.zeros([ROWS, BLOCK_TOKENS], gl.float32, layout=scores_layout)
+            scores = warpgroup_mma(
+                q_tile, k_ring.index(slot).permute((1, 0)), scores, use_acc=False, is_async=True
+            )  # [ROWS, BLOCK_TOKENS]
+            if PING_PONG:
+                sync_group()
+                mbarrier.arrive(turn.index((CONSUMER + 1) % CONSUMERS), count=1)
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+            sync_group()
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            first_weights, best, rescale = weigh(
+                scores, best, tile_start, positions, SCALE_LOG2, True
+            )
+            total = gl.sum(first_weights, 1)  # [ROWS]
+            weights = gl.convert_layout(first_weights.to(v_ring.dtype), weights_layout)
+            if tile_start + BLOCK_TOKENS > context:
+                # Slots that hold no token of the sequence may hold anything, and NaN times zero is
+                # NaN. Every consumer writes the same zeros, before it reads the tile.
+                mbarrier.wait(v_full.index(slot), (step // STAGES) & 1)
+                tokens = tile_start + gl.arange(
+                    0, BLOCK_TOKENS, layout=gl.SliceLayout(1, row_layout)
+                )  # [BLOCK_TOKENS]
+                values = v_ring.index(slot).load(row_layout)  # [BLOCK_TOKENS, HEAD_DIM]
+                nothing = gl.zeros([BLOCK_TOKENS, HEAD_DIM], v_ring.dtype, layout=row_layout)
+                v_ring.index(slot).store(gl.where((tokens < context)[:, None], values, nothing))
+                fence_async_shared()
+                sync_group()
+            step += 1
+            # The tiles from `num_full` on hold keys that some row of the block does not see.
+            num_full = (block_position + own_query + 1) // BLOCK_TOKENS
+            num_masked = gl.minimum(gl.maximum(num_tiles - num_full, 1), num_tiles)
+            for done in range(1, num_masked):
+                acc, best, total, rescale, weights = attend_tile(
+                    acc, best, total, rescale, weights, q_tile, k_ring, v_ring, k_full, k_empty,
+                    v_full, v_empty, turn, step, tile_start - done * BLOCK_TOKENS, positions,
+                    CONSUMER, SCALE_LOG2, PING_PONG, True,
+                )  # fmt: skip
+                step += 1
+            for _ in range(num_masked, num_tiles):
+                acc, best, total, rescale, weights = attend_tile(
+                    acc, best, total, rescale, weights, q_tile, k_ring, v_ring, k_full, k_empty,
+                    v_full, v_empty, turn, step, 0, positions, CONSUMER,
+                    SCALE_LOG2, PING_PONG, False,
+                )  # fmt: skip
+                step += 1
+            before = (step - 1) % STAGES
+            mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
+            acc = acc * gl.convert_layout(rescale, rows_of_acc)[:, None]
+            acc = warpgroup_mma(weights, v_ring.index(before), acc, is_async=True)
+            acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+            sync_group()
+            mbarrier.arrive(v_empty.index(before), count=1)
+
+        # A padding sequence read nothing: its zeros are divided by one.
+        scale = 1.0 / gl.where(total > 0.0, total, 1.0)  # [ROWS]
+        acc = acc * gl.convert_layout(scale, rows_of_acc)[:, None]  # [ROWS, HEAD_DIM]
+        # The output leaves by way of the queries' memory, in whole rows.
+        q_tile.store(acc.to(q_ring.dtype))
+        sync_group()
+        out = q_tile.load(row_layout)  # [ROWS, HEAD_DIM]
+        out_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, row_layout))  # [ROWS]
+        dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, row_layout))  # [HEAD_DIM]
+        queries = out_rows // PACKED  # [ROWS]
+        offsets = (queries * NUM_HEADS + out_rows % PACKED) * HEAD_DIM  # [ROWS]
+        start = (first_token * NUM_HEADS + head * PACKED) * HEAD_DIM
+        mask = (queries < num_queries)[:, None]  # [ROWS, 1]
+        gl.store(out_ptr + start + (offsets[:, None] + dims[None, :]), out, mask=mask)
+        fence_async_shared()
+        sync_group()
+        mbarrier.arrive(q_empty.index(q_slot), count=1)
+        number += 1
+        place = number % PLACES
+        mbarrier.wait(posted.index(place), (number // PLACES) & 1)
+        num_tiles = read_field(board, place, 0)
+
+
+@gluon.jit
+def attend_by_warps(
+    q_desc,
+    k_desc,
+    v_desc,
+    block_table_ptr,
+    seq_rows_ptr,
+    query_start_ptr,
+    context_lens_ptr,
+    out_ptr,
+    counters_ptr,
+    table_stride,
+    num_seqs,
+    num_blocks,
+    NUM_HEADS: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    SCALE: gl.constexpr,
+    BLOCK_TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
+    QUERY_STAGES: gl.constexpr,
+    PACK_HEADS: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    FROM_ROWS: gl.constexpr,
+):
+    """Attend from blocks of 128 rows until all are taken.
+
+    FROM_ROWS: keys and values are the step's own, as they were computed, and only sequences that
+    begin in the step are attended from; else they are in pages.
+    """
+    GROUP_HEADS: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    PACKED: gl.constexpr = GROUP_HEADS if PACK_HEADS else 1
+    HEADS: gl.constexpr = NUM_HEADS // PACKED
+    SCALE_LOG2: gl.constexpr = SCALE * 1.4426950408889634
+    PLACES: gl.constexpr = 2
+    q_ring = gl.allocate_shared_memory(
+        q_desc.dtype, [QUERY_STAGES * CONSUMERS, ROWS // PACKED, PACKED, HEAD_DIM], q_desc.layout
+    )
+    k_ring = gl.allocate_shared_memory(
+        k_desc.dtype, [STAGES, BLOCK_TOKENS, HEAD_DIM], k_desc.layout
+    )
+    v_ring = gl.allocate_shared_memory(
+        v_desc.dtype, [STAGES, BLOCK_TOKENS, HEAD_DIM], v_desc.layout
+    )
+    board_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    board = gl.allocate_shared_memory(gl.int32, [PLACES * FIELDS, 1], board_layout)
+    posted = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [QUERY_STAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [QUERY_STAGES, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(PLACES):
+        mbarrier.init(posted.index(i), count=1)
+        mbarrier.init(taken.index(i), count=CONSUMERS + 1)
+    for i in gl.static_range(QUERY_STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(turn.index(i), count=1)
+    fence_async_shared()
+    sync_group()
+
+    # The first consumer is the program's own four warps; what the others leave of the registers
+    # goes to the consumers.
+    gl.warp_specialize(
+        [
+            (
+                consume,
+                (
+                    out_ptr, board, posted, taken, q_ring, k_ring, v_ring, q_full, q_empty, k_full,
+                    k_empty, v_full, v_empty, turn, 0, NUM_HEADS, GROUP_HEADS,
+                    SCALE_LOG2, PACK_HEADS, PING_PONG,
+                ),
+            ),
+            (
+                consume,
+                (
+                    out_ptr, board, posted, taken, q_ring, k_ring, v_ring, q_full, q_empty, k_full,
+                    k_empty, v_full, v_empty, turn, 1, NUM_HEADS, GROUP_HEADS,
+                    SCALE_LOG2, PACK_HEADS, PING_PONG,
+                ),
+            ),
+            (
+                produce,
+                (
+                    q_desc, k_desc, v_desc, block_table_ptr, table_stride, board, posted, taken,
+                    q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    GROUP_HEADS, NUM_KV_HEADS, PAGE_SIZE, PACK_HEADS, FROM_ROWS,
+                ),
+            ),
+            (
+                plan,
+                (
+                    seq_rows_ptr, query_start_ptr, context_lens_ptr, counters_ptr, board, posted,
+                    taken, num_seqs, num_blocks, HEADS, CONSUMERS * (ROWS // PACKED), BLOCK_TOKENS,
+                    FROM_ROWS,
+                ),
+            ),
+        ],
+        [4, 1, 1],
+        [240, 32, 32],
+    )  # fmt: skip
+
+
+def describe(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """Describe blocks of heads, of keys or of values to the bulk copy engine."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
+    return TensorDescriptor.from_tensor(tensor, block, layout)
