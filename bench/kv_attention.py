@@ -2,8 +2,8 @@
 
 Run: python bench/kv_attention.py --batches 1,8,32,128,256 --contexts 1024,8192,32768 --candidates 6
 A figure is the launches of attention alone in a CUDA graph, layer after layer, each on pages of its
-own; the best of so many schedules, the likeliest first. Sizes that `--max-gib` can't hold are said
-and left out. `--target interpret --rounds 1` tries the script without a GPU.
+own; the best of so many schedules, the tuned one first, then the likeliest. Sizes that `--max-gib`
+can't hold are said and left out. `--target interpret --rounds 1` tries the script without a GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from treadle.bench.rows import Row, conditions, with_goal, write_rows  # noqa: E
 from treadle.bench.timing import time_us  # noqa: E402
 from treadle.ir.graph import Graph, Op  # noqa: E402
 from treadle.kernels.lower.candidates import Candidate, Situation  # noqa: E402
+from treadle.kernels.tuned import TunedTable, shipped_table  # noqa: E402
 from treadle.runtime import machine  # noqa: E402
 from treadle.runtime.config import KV_DTYPES, EngineConfig  # noqa: E402
 from treadle.runtime.state import page_bytes  # noqa: E402
@@ -33,11 +34,15 @@ READ_BYTES_PER_S = 4.65e12  # measured on an H200: read-only stream
 
 
 class Nth:
-    """Choose the n-th candidate of attention, and the first of every other op."""
+    """Choose the n-th candidate of attention, and the first of every other op.
 
-    def __init__(self, number: int) -> None:
+    The tuned one comes first, as it is served, then the others in their order.
+    """
+
+    def __init__(self, number: int, table: TunedTable) -> None:
         self.number = number
         self.schedule = ""
+        self._table = table
 
     def __call__(
         self, op: Op, graph: Graph, where: Situation, candidates: Iterator[Candidate]
@@ -46,6 +51,8 @@ class Nth:
         found = list(candidates)
         if not any(inner.kind == "attention" for inner in op.plain):
             return found[0]
+        tuned = self._table.choose(op, graph, where, iter(found), on_stale=print)
+        found.sort(key=lambda each: each != tuned)
         chosen = found[min(self.number, len(found) - 1)]
         self.schedule = str(chosen.schedule) if self.number < len(found) else ""
         return chosen
@@ -56,8 +63,9 @@ def time_attention(
 ) -> tuple[float, str]:
     """Give the µs of one layer's attention with the best of the candidates, and its schedule."""
     best, best_schedule = float("inf"), ""
+    table = shipped_table(machine.look().gpu)
     for number in range(asked.candidates):
-        choose = Nth(number)
+        choose = Nth(number, table)
         engine = build_engine(
             asked.model,
             max_rows=batch,

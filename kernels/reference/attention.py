@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from treadle.kernels.kv_pages import QuantisedCache
+from treadle.kernels.reference.dot_product_attention import dot_product_attention
 from treadle.kernels.reference.pointwise import soft_cap
 from treadle.kernels.reference.step_plan import (
     StepPlan,
@@ -169,11 +169,11 @@ def attention(
         if count < context:
             mask = torch.ones(count, context, dtype=torch.bool, device=q.device)  # [T', C]
             mask = mask.tril(context - count)  # [T', C]
-        attended = F.scaled_dot_product_attention(
+        attended = dot_product_attention(
             query,
             keys.expand(group),
             values.expand(group),
-            attn_mask=mask,
+            mask=mask,
             is_causal=count == context,
             scale=scale,
         )  # [G, H / G, T', D]
@@ -302,8 +302,8 @@ def _attend_decode(
         # The query heads of a KV head stand where SDPA expects query tokens: no head is repeated.
         shape = (num_seqs, num_kv_heads, -1, head_dim)
         mask = None if mask is None else mask.to(query.dtype)
-        return F.scaled_dot_product_attention(
-            query, k.view(shape), v.view(shape), attn_mask=mask, scale=scale
+        return dot_product_attention(
+            query, k.view(shape), v.view(shape), mask=mask, scale=scale
         )  # [B', G, H / G, D]
     # For so few queries SDPA gains nothing by a second core, batched products do (torch 2.13).
     query = query.reshape(-1, group, head_dim)  # [B' * G, H / G, D]

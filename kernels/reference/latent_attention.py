@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from treadle.kernels.reference.attention import write_slots
+from treadle.kernels.reference.dot_product_attention import dot_product_attention
 from treadle.kernels.reference.step_plan import StepPlan, check_plan, plan_step, plan_write
 
 
@@ -81,8 +81,8 @@ def latent_attention(
         keys = rows_of(plan.decode_slots).view(plan.num_decode, 1, -1, width)  # [B', 1, C, W]
         mask = None if plan.decode_mask is None else plan.decode_mask.to(dtype)
         # The heads stand where SDPA expects query tokens: no key is repeated.
-        attended = F.scaled_dot_product_attention(
-            queries[chosen][:, None], keys, keys[..., :value_dim], attn_mask=mask, scale=scale
+        attended = dot_product_attention(
+            queries[chosen][:, None], keys, keys[..., :value_dim], mask=mask, scale=scale
         )  # [B', 1, H, R]
         out[chosen] = attended.flatten(1).to(q.dtype)
     for start, stop, context, slots in plan.prefill:
@@ -90,11 +90,11 @@ def latent_attention(
             continue
         keys = rows_of(slots).expand(num_heads, -1, -1)  # [H, C, W]
         seen = torch.ones(stop - start, context, dtype=torch.bool, device=q.device)  # [T', C]
-        attended = F.scaled_dot_product_attention(
+        attended = dot_product_attention(
             queries[start:stop].transpose(0, 1),
             keys,
             keys[..., :value_dim],
-            attn_mask=seen.tril(context - (stop - start)),
+            mask=seen.tril(context - (stop - start)),
             scale=scale,
         )  # [H, T', R]
         out[start:stop] = attended.transpose(0, 1).flatten(1).to(q.dtype)
@@ -144,7 +144,7 @@ def prompt_attention(
         rotated = latents.view(-1, width).index_select(0, slots)[:, -rope_dim:].to(dtype)  # [C, r]
         rotated = rotated[:, None].expand(-1, num_heads, -1)  # [C, H, r]
         keys = torch.cat((own[start:stop, :, :nope_dim], rotated), dim=-1)  # [C, H, n + r]
-        attended = F.scaled_dot_product_attention(
+        attended = dot_product_attention(
             queries[start:stop].transpose(0, 1),
             keys.transpose(0, 1),
             own[start:stop, :, nope_dim:].transpose(0, 1),

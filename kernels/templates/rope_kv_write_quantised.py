@@ -298,6 +298,7 @@ def rope_kv_write_quantised_close(
     PAGE_SIZE: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     STORE_OWN: tl.constexpr,
+    TILE_NUMBERS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     # Grid: axis 0 = KV head, axis 1 = page: of sequence i the programs from query_start[i] //
@@ -313,9 +314,9 @@ def rope_kv_write_quantised_close(
     HALF: tl.constexpr = HEAD_DIM // 2
     BLOCK_HALF: tl.constexpr = triton.next_power_of_2(HALF)
     BLOCK_PAGE: tl.constexpr = triton.next_power_of_2(PAGE_SIZE)
-    # Registers hold some 1024 numbers of each half at a time.
-    BLOCK_C: tl.constexpr = 1024 // BLOCK_PAGE if BLOCK_PAGE * BLOCK_HALF > 1024 else BLOCK_HALF
-    BLOCK_T: tl.constexpr = 16
+    # Registers hold some TILE_NUMBERS of each half at a time: channels of keys, tokens of values.
+    BLOCK_C: tl.constexpr = max(1, min(BLOCK_HALF, TILE_NUMBERS // BLOCK_PAGE))
+    BLOCK_T: tl.constexpr = max(16, min(BLOCK_PAGE, TILE_NUMBERS // BLOCK_HALF))
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -403,14 +404,16 @@ def rope_kv_write_quantised_close(
             largest = tl.maximum(high, -low)  # [BLOCK_T]
             code_ptrs = v_cache_ptr + feature[None, :] * PAGE_SIZE + slot[:, None]
             words = v_cache_ptr + PAGE_SIZE * ROW_BYTES + slot[:, None] * V_WORD  # [BLOCK_T, 1]
-            mask = inside & (slot < PAGE_SIZE)[:, None]  # [BLOCK_T, BLOCK_HALF]
+            is_slot = (slot < PAGE_SIZE)[:, None]  # [BLOCK_T, 1]
+            mask = inside & is_slot  # [BLOCK_T, BLOCK_HALF]
             if KV_FORMAT == "int4":
                 zero = low.to(tl.float16)[:, None]  # [BLOCK_T, 1]
                 wide = zero.to(tl.float32)  # [BLOCK_T, 1]
                 x, scale = _to_codes(x, wide, high[:, None] - wide, KV_FORMAT)
                 y, scale = _to_codes(y, wide, high[:, None] - wide, KV_FORMAT)
                 tl.store(code_ptrs, (x | (y << 4)).to(tl.uint8), mask=mask)
-                tl.store(words.to(tl.pointer_type(tl.int32)), _word_of(scale, zero))
+                words = words.to(tl.pointer_type(tl.int32))  # [BLOCK_T, 1]
+                tl.store(words, _word_of(scale, zero), mask=is_slot)
             else:
                 if KV_FORMAT == "int8":
                     scale = (largest * (1.0 / 127.0)).to(tl.float16)[:, None]  # [BLOCK_T, 1]
@@ -424,7 +427,7 @@ def rope_kv_write_quantised_close(
                     y, scale = _to_codes(y, 0.0, largest[:, None], KV_FORMAT)
                 tl.store(code_ptrs, x.to(tl.uint8), mask=mask)
                 tl.store(code_ptrs + HALF * PAGE_SIZE, y.to(tl.uint8), mask=mask)
-                tl.store(words.to(tl.pointer_type(tl.float16)), scale)
+                tl.store(words.to(tl.pointer_type(tl.float16)), scale, mask=is_slot)
 
     if STORE_OWN and number == 0:
         # All threads have read what was open before one of them writes over it.
@@ -508,6 +511,8 @@ def launch(
         PAGE_SIZE=SHAPE["PAGE_SIZE"],
         KV_FORMAT=SHAPE["KV_FORMAT"],
         STORE_OWN=SHAPE["STORE_OWN"],
+        # Prompts fill most of the pages that programs look at, single tokens few.
+        TILE_NUMBERS=4096 if SHAPE["STORE_OWN"] else 1024,
         USE_PDL=SCHEDULE["USE_PDL"],
         **pdl,
         num_warps=4,
