@@ -67,21 +67,36 @@ class Verdict:
 
 
 def verdicts(goals: Mapping[str, Any], folder: Path) -> Iterator[Verdict]:
-    """Join the goals with the rows of a results folder. Raises: ConfigError: a file is damaged."""
+    """Join the goals with the rows of a results folder.
+
+    A goal with `of` and `over` is one for the ratio of these two cases, of one commit.
+    Raises: ConfigError: a file is damaged.
+    """
     for bench, cases in goals.items():
         rows = _rows(folder / f"{bench}.json")
         for case, entry in cases.items():
-            row = rows.get(case, {})
+            row = rows.get(entry.get("of", case), {})
+            value = row.get("value")
+            if "over" in entry:
+                value = _ratio(row, rows.get(entry["over"], {}))
             yield Verdict(
                 bench,
                 case,
                 entry["goal"],
                 entry.get("unit", "ms"),
                 entry.get("better", "lower"),
-                row.get("value"),
+                value,
                 entry.get("peers", {}),
                 row.get("conditions", {}).get("date", ""),
             )
+
+
+def _ratio(row: Mapping[str, Any], over: Mapping[str, Any]) -> float | None:
+    """Give the ratio of two figures, or None where they are not of one commit."""
+    commits = [each.get("conditions", {}).get("commit") for each in (row, over)]
+    if not row or not over or commits[0] != commits[1]:
+        return None
+    return float(row["value"] / over["value"])
 
 
 def _rows(path: Path) -> dict[str, Any]:

@@ -51,6 +51,27 @@ def test_what_was_not_measured_is_told_and_fails_only_when_asked(
     assert run(tmp_path / "more", {"fast": 2.0}, "--strict") == 1
 
 
+def test_a_goal_may_be_for_the_ratio_of_two_cases(tmp_path: Path) -> None:
+    ratio = {"of": "slow", "over": "fast", "goal": 1.5, "unit": "×"}
+    results = [{"case": "slow", "value": 3.0}, {"case": "fast", "value": 2.0}]
+    (tmp_path / "decode.json").write_text(json.dumps(results))
+    (found,) = goals.verdicts({"decode": {"slow over fast": ratio}}, tmp_path)
+    assert (found.value, found.word) == (1.5, "met")
+    (found,) = goals.verdicts({"decode": {"of one": {**ratio, "over": "absent"}}}, tmp_path)
+    assert (found.value, found.word) == (None, "not measured")
+
+
+def test_a_ratio_of_figures_of_two_commits_is_not_measured(tmp_path: Path) -> None:
+    results = [
+        {"case": "slow", "value": 3.0, "conditions": {"commit": "1234567"}},
+        {"case": "fast", "value": 2.0, "conditions": {"commit": "89abcde"}},
+    ]
+    (tmp_path / "decode.json").write_text(json.dumps(results))
+    ratio = {"of": "slow", "over": "fast", "goal": 1.5}
+    (found,) = goals.verdicts({"decode": {"slow over fast": ratio}}, tmp_path)
+    assert (found.value, found.word) == (None, "not measured")
+
+
 def test_cases_that_failed_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "more").mkdir()
     assert run(tmp_path / "more", {"fast": 2.0}) == 0
@@ -77,5 +98,6 @@ def test_the_project_s_goals_are_complete() -> None:
         "startup",
         "host_time",
         "prefix_cache",
+        "kv_attention",
     }
     assert {verdict.better for verdict in found} <= {"lower", "higher"}
