@@ -10,7 +10,10 @@ from treadle.ir.kv_cache import KV_FORMATS
 from treadle.ir.types import TensorType
 from treadle.kernels.cross_compile import Job, compile_many
 from treadle.kernels.emit import Header, emit_module, read_template
-from treadle.kernels.schedule.attention import attention_decode_quantised_schedules
+from treadle.kernels.schedule.attention import (
+    attention_decode_quantised_schedules,
+    attention_prefill_quantised_gluon_schedules,
+)
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, TOKENS = 32, 8, 128, 64, 64
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "gfx942": 65536}
@@ -19,6 +22,7 @@ TEMPLATES = (
     "attention_prefill_quantised",
     "rope_kv_write_quantised",
 )
+BY_WARPS = "attention_prefill_quantised_gluon"  # for Hopper alone
 
 
 def job(folder: Path, template: str, kv_format: str, target: str, *, store_own: bool = True) -> Job:
@@ -42,6 +46,13 @@ def job(folder: Path, template: str, kv_format: str, target: str, *, store_own: 
         sizes = {"B": TOKENS, "C": 2048}
         facts |= next(
             attention_decode_quantised_schedules(KV_HEADS, PAGE, kv_format, sizes, target)
+        )
+    if template == BY_WARPS:
+        sizes = {"T": 8192, "B": 8, "C": 2048}
+        facts |= next(
+            attention_prefill_quantised_gluon_schedules(
+                HEADS, KV_HEADS, HEAD_DIM, PAGE, kv_format, 2, sizes, target
+            )
         )
     shape, schedule = (
         {name: facts.get(name, value) for name, value in own}
@@ -69,6 +80,10 @@ def job(folder: Path, template: str, kv_format: str, target: str, *, store_own: 
         "attention_prefill_quantised": [
             heads, own, own, *caches, table, ints, ints, ints, heads, TOKENS, TOKENS,
         ],
+        BY_WARPS: [
+            f"bf16[{TOKENS}, {HEADS}, {HEAD_DIM}]", own, own, *caches, table, ints, ints, ints,
+            heads, "i32[2]", TOKENS, TOKENS,
+        ],
         "rope_kv_write_quantised": [
             f"bf16[{TOKENS}, {(HEADS + 2 * KV_HEADS) * HEAD_DIM}]", ints, "f32[1024, 128]", ints,
             ints, table, ints, ints, None, None, *caches, heads, own, own, TOKENS, TOKENS,
@@ -91,6 +106,10 @@ def test_decode_attention_compiles_for_hopper(tmp_path: Path) -> None:
 
 def test_appending_to_open_pages_compiles_for_hopper(tmp_path: Path) -> None:
     check([job(tmp_path, TEMPLATES[2], "int8", "sm_90", store_own=False)])
+
+
+def test_prompts_by_specialised_warps_compile_for_hopper(tmp_path: Path) -> None:
+    check([job(tmp_path, BY_WARPS, kv_format, "sm_90") for kv_format in ("int8", "int4")])
 
 
 @pytest.mark.slow
