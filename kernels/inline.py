@@ -7,7 +7,9 @@ module imports nothing of ours, so the functions take the import's place. Called
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 
 from treadle.ir.errors import LoweringError
@@ -31,20 +33,21 @@ def inline_parts(stem: str, text: str) -> str:
     for node in imported:
         found.take(_part_of(node), {alias.name for alias in node.names})
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    place = _first_line(functions[0]) - 1
+    place = _first_line(functions[0], lines) - 1
     dropped = {
         number for node in imported for number in range(node.lineno, (node.end_lineno or 0) + 1)
     }
     # The blank line between other libraries and ours goes with the first import of ours.
     dropped.add(min(dropped) - 1)
     present = {ast.unparse(node) for node in tree.body}
-    imports = [
-        line for code, source in found.imports.items() if code not in present for line in source
-    ]
+    imports = {code: source for code, source in found.imports.items() if code not in present}
     kept: list[str] = []
     for number, line in enumerate(lines[:place], 1):
+        # Imports of names follow those of modules.
+        if number == min(dropped) or line.startswith("from "):
+            kept += chain.from_iterable(_pop(imports, "import "))
         if number == min(dropped):
-            kept += imports
+            kept += chain.from_iterable(_pop(imports, "from "))
         if number not in dropped:
             kept.append(line)
     constants = [*found.constants, "", ""] if found.constants else []
@@ -91,7 +94,7 @@ class _Pieces:
         for name, node in definitions.items():
             if name in needed and (part, name) not in self._taken:
                 self._taken.add((part, name))
-                source = text[_first_line(node) - 1 : node.end_lineno]
+                source = text[_first_line(node, text) - 1 : node.end_lineno]
                 if isinstance(node, ast.FunctionDef):
                     self.functions += [*source, "", ""]
                 else:
@@ -124,6 +127,15 @@ def _read_part(path: Path) -> tuple[list[str], ast.Module, dict[str, ast.Functio
     return text.splitlines(), tree, found
 
 
-def _first_line(node: ast.FunctionDef | ast.Assign) -> int:
+def _first_line(node: ast.FunctionDef | ast.Assign, lines: Sequence[str]) -> int:
+    """Give the first line of a definition, with its decorators and the comment above it."""
     decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
-    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+    first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+    while first > 1 and lines[first - 2].startswith("#"):
+        first -= 1
+    return first
+
+
+def _pop(imports: dict[str, list[str]], word: str) -> list[list[str]]:
+    """Take out the imports that begin with a word."""
+    return [imports.pop(code) for code in sorted(imports) if code.startswith(word)]

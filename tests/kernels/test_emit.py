@@ -440,6 +440,7 @@ def test_broken_module_names_the_kernel(tmp_path: Path) -> None:
 
 # --- parts --------------------------------------------------------------------------------------
 
+QUANTISED_PREFILL = "parts.quantised_prefill import attention_prefill_quantised"
 WITH_PARTS = """import triton
 
 from treadle.kernels.templates.parts.prefetch import prefetch_tiles
@@ -471,6 +472,7 @@ def test_a_part_brings_the_constants_and_imports_that_it_needs_once() -> None:
     assert text.count("from triton.experimental import gluon\n") == 1
     assert "    mbarrier,\n" in text
     assert "FIELDS = gl.constexpr(8)" in text
+    assert "# The step's metadata" not in text  # the comment above another function
     assert "warpgroup_mma(" not in text  # of what `plan` does not call
 
 
@@ -481,6 +483,13 @@ def test_a_part_brings_what_it_imports_of_another_part() -> None:
     text = inline_parts("some", wanted)
     names = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
     assert names == ["SCORES", "attend_own", "kernel"]
+
+
+def test_a_comment_above_a_function_goes_with_it() -> None:
+    wanted = WITH_PARTS.replace("parts.prefetch import prefetch_tiles", QUANTISED_PREFILL)
+    text = inline_parts("some", wanted.replace("@triton.jit\ndef", "# Ours.\n@triton.jit\ndef"))
+    assert "# Ours.\n@triton.jit\ndef kernel" in text
+    assert "another compiled kernel.\n@triton.jit(\n    do_not_specialize" in text
 
 
 def test_a_text_without_parts_stays_as_it_is() -> None:

@@ -35,7 +35,7 @@ SCHEDULE = dict(
 )
 
 
-# The step's metadata may be slices: their alignment must not select another compiled kernel.
+# Two names that changed between Triton 3.6 and 3.9.
 fetch_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 sync_group = getattr(gl, "barrier", None) or gl.thread_barrier
 CONSUMERS = gl.constexpr(2)  # groups of four warps that attend
@@ -615,6 +615,7 @@ def describe(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(tensor, block, layout)
 
 
+# The step's metadata may be slices: their alignment must not select another compiled kernel.
 @gluon.jit(
     do_not_specialize=["table_stride", "num_seqs", "num_blocks"],
     do_not_specialize_on_alignment=[

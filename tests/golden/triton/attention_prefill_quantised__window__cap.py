@@ -275,6 +275,7 @@ def attend_own(
     return acc, second_acc, new_best, total
 
 
+# The step's metadata may be slices: their alignment must not select another compiled kernel.
 @triton.jit(
     do_not_specialize=["table_stride", "num_seqs"],
     do_not_specialize_on_alignment=[

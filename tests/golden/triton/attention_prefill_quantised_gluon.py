@@ -12,6 +12,8 @@ Schedule: BLOCK_ROWS=64, BLOCK_TOKENS=64, USE_PTX=True, OWN_TOKENS=128, STAGES=2
 """
 
 import torch
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,8 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-import triton
-import triton.language as tl
 
 SHAPE = dict(
     NUM_HEADS=32,
@@ -48,7 +48,7 @@ SCHEDULE = dict(
 )
 
 
-# The step's metadata may be slices: their alignment must not select another compiled kernel.
+# Two names that changed between Triton 3.6 and 3.9.
 fetch_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 sync_group = getattr(gl, "barrier", None) or gl.thread_barrier
 CONSUMERS = gl.constexpr(2)  # groups of four warps that attend
@@ -864,6 +864,7 @@ def attend_own(
     return acc, second_acc, new_best, total
 
 
+# The step's metadata may be slices: their alignment must not select another compiled kernel.
 @triton.jit(
     do_not_specialize=["table_stride", "num_seqs"],
     do_not_specialize_on_alignment=[
@@ -1046,6 +1047,7 @@ def attention_prefill_quantised(
         tl.store(out_ptrs + WIDTH, second_out, mask=mask)
 
 
+# The step's metadata may be slices: their alignment must not select another compiled kernel.
 @gluon.jit(
     do_not_specialize=["table_stride", "num_seqs", "num_blocks"],
     do_not_specialize_on_alignment=[
