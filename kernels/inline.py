@@ -78,24 +78,24 @@ class _Pieces:
             )
         needed, waiting, used = set(wanted), list(wanted), set[str]()
         while waiting:
-            node = definitions[waiting.pop()]
-            names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+            definition = definitions[waiting.pop()]
+            names = {inner.id for inner in ast.walk(definition) if isinstance(inner, ast.Name)}
             used |= names
             waiting += sorted((names & set(definitions)) - needed)
             needed |= names & set(definitions)
         for node in _imports_of_parts(tree):
             if of_other := {alias.name for alias in node.names} & used:
                 self.take(_part_of(node), of_other)
-        for node in tree.body:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-                if names & used and node not in _imports_of_parts(tree):
-                    self.imports[ast.unparse(node)] = text[node.lineno - 1 : node.end_lineno]
-        for name, node in definitions.items():
+        for line in tree.body:
+            if isinstance(line, ast.Import | ast.ImportFrom):
+                names = {(alias.asname or alias.name).split(".")[0] for alias in line.names}
+                if names & used and line not in _imports_of_parts(tree):
+                    self.imports[ast.unparse(line)] = text[line.lineno - 1 : line.end_lineno]
+        for name, definition in definitions.items():
             if name in needed and (part, name) not in self._taken:
                 self._taken.add((part, name))
-                source = text[_first_line(node, text) - 1 : node.end_lineno]
-                if isinstance(node, ast.FunctionDef):
+                source = text[_first_line(definition, text) - 1 : definition.end_lineno]
+                if isinstance(definition, ast.FunctionDef):
                     self.functions += [*source, "", ""]
                 else:
                     self.constants += source

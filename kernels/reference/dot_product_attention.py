@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,8 +25,16 @@ def dot_product_attention(
     Shapes: query [..., T, D], keys [..., C, D], values [..., C, V], mask [..., T, C] -> [..., T,
       V].
     """
-    arguments = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
+    attend = partial(
+        F.scaled_dot_product_attention,
+        query,
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=scale,
+    )
     if not query.is_cuda:
-        return F.scaled_dot_product_attention(query, keys, values, **arguments)
+        return attend()
     with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(query, keys, values, **arguments)
+        return attend()
