@@ -31,7 +31,7 @@ import treadle
 from treadle.ir import knobs
 from treadle.ir.errors import MachineError, TreadleError
 from treadle.runtime.artifact import is_artifact, read_manifest
-from treadle.runtime.config import AUTOTUNE, DTYPES, TARGETS
+from treadle.runtime.config import AUTOTUNE, DTYPES, TARGETS, WEIGHT_DTYPES
 from treadle.runtime.process_age import process_age_s  # noqa: F401 -- it counts from here on
 from treadle.runtime.progress import MODES
 
@@ -162,6 +162,13 @@ target_option = click.option(
     default="auto",
     help="Where to run: cuda, Triton's interpreter on the CPU, or plain torch (reference). auto is "
     "the artifact's own, else cuda where there is a GPU, else reference.",
+)
+weight_dtype_option = click.option(
+    "--weight-dtype",
+    type=click.Choice(WEIGHT_DTYPES),
+    default="auto",
+    help="How --target reference holds the weights that it multiplies by in float32. auto is "
+    "float16 where the checkpoint holds 16 bits a number or fewer, else float32.",
 )
 progress_option = click.option(
     "--progress",
@@ -545,6 +552,7 @@ def report_command() -> None:
     help="Offer /v1/embeddings: the hidden state of a text's last token, or the mean of all. "
     "Default: what the model's folder declares.",
 )
+@weight_dtype_option
 @target_option
 @progress_option
 def serve_command() -> None:
@@ -571,6 +579,7 @@ def serve_command() -> None:
     is_flag=True,
     help="Let the model go on with PROMPT itself, instead of answering it as a chat message.",
 )
+@weight_dtype_option
 @target_option
 @sampling_options
 @progress_option
@@ -594,6 +603,7 @@ def generate_command() -> None:
 @command("chat", "runtime.commands:run_chat")
 @click.argument("source", metavar="ARTIFACT|MODEL")
 @click.option("--system", default="", metavar="TEXT", help="The system message.")
+@weight_dtype_option
 @target_option
 @sampling_options
 @progress_option

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from treadle.kernels.reference.attention import write_slots
+from treadle.kernels.reference.linears import Float16Weight, PackedWeight, linear_float16
 from treadle.kernels.reference.pointwise import gated
 from treadle.kernels.reference.step_plan import StepPlan
 
@@ -27,19 +28,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.
 
 
 def linear(
-    x: torch.Tensor, packed_weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor, packed_weight: PackedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiply rows by a weight from `linears.pack_weight`; see `linears.linear`.
+    """Multiply rows by a weight from `linears.pack_weight` or `pack_float16`; see `linears.linear`.
 
-    Shapes: x f32[T, K], packed_weight f32[N, K], bias f32[N] -> f32[T, N].
+    Shapes: x f32[T, K], packed_weight [N, K] in f32 or f16, bias f32[N] -> f32[T, N].
     """
+    if isinstance(packed_weight, Float16Weight):
+        return linear_float16(x, packed_weight, bias)  # [T, N]
     multiply = torch.ops.mkldnn._linear_pointwise.default
     return multiply(x.contiguous(), packed_weight, bias, "none", [], "")  # [T, N]
 
 
 def linear_add(
     x: torch.Tensor,
-    packed_weight: torch.Tensor,
+    packed_weight: PackedWeight,
     bias: torch.Tensor | None,
     residual: torch.Tensor,
 ) -> torch.Tensor:
@@ -47,7 +50,7 @@ def linear_add(
 
     oneDNN can add within the product too; that was no faster (SmolLM2-135M, 2 cores of a Zen 5,
     torch 2.13).
-    Shapes: x f32[T, K], packed_weight f32[N, K], bias f32[N], residual f32[T, N] -> f32[T, N].
+    Shapes: x f32[T, K], packed_weight [N, K], bias f32[N], residual f32[T, N] -> f32[T, N].
     """
     return linear(x, packed_weight, bias).add_(residual)  # [T, N]
 
@@ -64,7 +67,7 @@ def part_gate_up(rows: torch.Tensor, interleave: int) -> torch.Tensor:
 
 def linear_glu(
     x: torch.Tensor,
-    packed_weight: torch.Tensor,
+    packed_weight: PackedWeight,
     bias: torch.Tensor | None,
     *,
     act: str,
@@ -76,7 +79,7 @@ def linear_glu(
 
     One product and three passes over halves of rows: splitting the product too, so that oneDNN
     applies gate and activation, was slower (SmolLM2-135M, 2 cores of a Zen 5, torch 2.13).
-    Shapes: x f32[T, K], packed_weight f32[2F, K] and bias f32[2F] in the order of `part_gate_up` ->
+    Shapes: x f32[T, K], packed_weight [2F, K] and bias f32[2F] in the order of `part_gate_up` ->
       f32[T, F].
     """
     gate, up = linear(x, packed_weight, bias).chunk(2, dim=-1)  # [T, F] each

@@ -39,6 +39,7 @@ def run_generate(
     source: str,
     prompts: Sequence[str],
     raw: bool,
+    weight_dtype: str,
     target: str,
     max_tokens: int | None,
     temperature: float,
@@ -62,7 +63,7 @@ def run_generate(
         stop=tuple(stop),
         continues_text=raw,
     ).validate()
-    with running_engine(source, target, progress) as (runner, engine):
+    with running_engine(source, weight_dtype, target, progress) as (runner, engine):
         requests = [_encode(engine.tokenizer, text, raw) for text in texts]
         if len(texts) == 1 and not as_json:
             runner.run(_stream(engine, requests[0], params))
@@ -79,6 +80,7 @@ def run_generate(
 def run_chat(
     source: str,
     system: str,
+    weight_dtype: str,
     target: str,
     max_tokens: int | None,
     temperature: float,
@@ -99,7 +101,7 @@ def run_chat(
         seed=seed,
         stop=tuple(stop),
     ).validate()
-    with running_engine(source, target, progress) as (runner, engine):
+    with running_engine(source, weight_dtype, target, progress) as (runner, engine):
         Chat(engine, runner, params, system).converse()
 
 
@@ -155,14 +157,14 @@ def run_explain(source: str, step: str, few_tokens: bool, op: str) -> None:
 
 @contextmanager
 def running_engine(
-    source: str, target: str, progress: str
+    source: str, weight_dtype: str, target: str, progress: str
 ) -> Iterator[tuple[asyncio.Runner, Engine]]:
     """Start an engine for an artifact or a model source, and give it with its event loop's runner.
 
     The engine is closed at the end. Raises: see `artifact_of` and `load_model`.
     """
     path = artifact_of(source, target, progress)
-    engine = make_engine(path, ServeOptions(), progress)
+    engine = make_engine(path, ServeOptions(weight_dtype=weight_dtype), progress)
     with asyncio.Runner() as runner:
         runner.run(engine.start())
         try:

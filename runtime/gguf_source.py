@@ -149,6 +149,10 @@ class GgufSource:
         plain = _PLAIN_DTYPES.get(self._tensors[name].tensor_type, "float32")
         return getattr(torch, plain)  # type: ignore[no-any-return]
 
+    def is_narrow(self, name: str) -> bool:
+        block_elements, block_bytes = GGML_QUANT_SIZES[self._tensors[name].tensor_type]
+        return block_bytes <= 2 * block_elements
+
     def tensor(self, name: str, device: torch.device | None = None) -> torch.Tensor:
         values = _dequantise(self._tensors[name])
         for projection, heads in _HEADS_OF.items():

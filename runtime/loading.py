@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -29,17 +29,23 @@ from treadle.runtime import machine
 from treadle.runtime.artifact import TOKENIZER, Artifact, open_artifact
 from treadle.runtime.binaries import install_binaries
 from treadle.runtime.checkpoint import Checkpoint, open_checkpoint
-from treadle.runtime.config import EngineConfig
+from treadle.runtime.config import WEIGHT_DTYPES, EngineConfig
 from treadle.runtime.engine import LoadedModel
 from treadle.runtime.executor import Executor, Program
 from treadle.runtime.host_memory import find_free_memory
 from treadle.runtime.host_pages import HostPages
+from treadle.runtime.packed_weights import (
+    PackedWeights,
+    check_weight_dtype,
+    find_narrow,
+    pack_weights,
+    tries_float16,
+)
 from treadle.runtime.page_copies import PageCopier
 from treadle.runtime.pages import PagePool
 from treadle.runtime.pending_weights import PendingWeights, can_be_pending
 from treadle.runtime.planner import PLAN, RESAMPLE, Plan, bucket_dims, read_plan
 from treadle.runtime.pooling import read_pooling
-from treadle.runtime.quick_steps import pack_weights
 from treadle.runtime.reference_program import ReferenceProgram
 from treadle.runtime.scheduler import Scheduler
 from treadle.runtime.state import (
@@ -78,7 +84,10 @@ class ServeOptions:
     `kv_dtype` is the KV cache's, one that the artifact was compiled for; empty for its first.
     `model_path` replaces the path in the manifest, for artifacts that moved with their weights.
     `pooling`: how hidden states become an embedding, last or mean; empty: as the model declares.
-    Raises: ConfigError: host memory without the prefix cache, which is what finds pages again.
+    `weight_dtype` is how the `reference` target holds the weights that it multiplies by in float32:
+    float32, float16, or auto: float16 where the checkpoint's numbers have 16 bits or fewer.
+    Raises: ConfigError: host memory without the prefix cache, which is what finds pages again; an
+    unknown `weight_dtype`.
     """
 
     kv_bytes: int = 0
@@ -89,8 +98,13 @@ class ServeOptions:
     max_waiting: int = 1024
     model_path: str = ""
     pooling: str = ""
+    weight_dtype: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.weight_dtype not in WEIGHT_DTYPES:
+            raise ConfigError(
+                f"--weight-dtype is one of {', '.join(WEIGHT_DTYPES)}, not `{self.weight_dtype}`."
+            )
         if self.kv_host_bytes and not self.prefix_cache:
             raise ConfigError(
                 "--kv-host-memory keeps pages of the prefix cache, which is off.",
@@ -128,8 +142,10 @@ class LoadedArtifact:
     """An artifact brought up as far as tensors and programs: what serving and `verify` share.
 
     `programs` are by step and bucket, decode programs not yet captured, and `resamples` follow the
-    program of the same key; `warnings` say what is odd about the weights and yet usable.
-    `weights_s` is the time of weights that came beside other phases, 0 for a phase of their own.
+    program of the same key; `packed` are the weights as the target `reference` multiplies by them,
+    whose programs keep no others than they read; `warnings` say what is odd about the weights and
+    yet usable. `weights_s` is the time of weights that came beside other phases, 0 for a phase of
+    their own.
     """
 
     artifact: Artifact
@@ -142,13 +158,19 @@ class LoadedArtifact:
     programs: Programs
     resamples: Programs
     workspace_bytes: int
+    packed: PackedWeights | None = None
     warnings: tuple[str, ...] = ()
     weights_s: float = 0.0
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of all weights, shared ones counted once."""
-        return sum({w.data_ptr(): w.nbytes for w in self.weights.values()}.values())
+        """The bytes of all weights that programs keep, shared ones counted once."""
+        kept: Iterable[torch.Tensor] = self.weights.values()
+        if self.packed is not None:
+            programs = [p for p in self.programs.values() if isinstance(p, ReferenceProgram)]
+            kept = [weight for program in programs for weight in program.weights]
+        num_bytes = sum({w.data_ptr(): w.nbytes for w in kept}.values())
+        return num_bytes + (self.packed.num_bytes if self.packed is not None else 0)
 
 
 def load_artifact(
@@ -169,6 +191,7 @@ def load_artifact(
     begin("checking the artifact")
     artifact = open_artifact(path)
     config = artifact.engine(options.kv_dtype)
+    check_weight_dtype(options.weight_dtype, config)
     checkpoint = open_checkpoint(
         options.model_path or artifact.manifest.model_path,
         if_missing=""
@@ -210,10 +233,16 @@ def load_artifact(
         for program in plan.all_programs:
             if program.form not in graphs:
                 graphs[program.form] = read_graph(program.form)
+        packed = None
+        if config.target == "reference":
+            narrow = find_narrow(recipes, checkpoint)
+            is_half = tries_float16(options.weight_dtype, config, narrow)
+            begin("packing weights as float16" if is_half else "packing weights")
+            packed = pack_weights(any_graph, weights, options.weight_dtype, narrow)
         vocab_size = graphs[RESAMPLE].type_of("logits").size(1)
         state = allocate_state(cache_values(any_graph), config, num_pages, device, vocab_size)
         programs, resamples, workspace_bytes = _build_programs(
-            artifact, config, plan, graphs, state, weights, begin
+            artifact, config, plan, graphs, state, weights, packed, begin
         )
         loaded = LoadedArtifact(
             artifact,
@@ -226,6 +255,7 @@ def load_artifact(
             programs,
             resamples,
             workspace_bytes,
+            packed,
             tuple(warnings),
         )
         on_built(loaded, allocating)
@@ -270,6 +300,7 @@ def _build_programs(
     graphs: Mapping[str, Graph],
     state: DeviceState,
     weights: Mapping[str, torch.Tensor],
+    packed: PackedWeights | None,
     begin: Callable[[str], None],
 ) -> tuple[Programs, Programs, int]:
     """Build the programs, what follows each, and the workspace of all; give that one's bytes."""
@@ -277,8 +308,6 @@ def _build_programs(
     programs: dict[tuple[str, int], ReferenceProgram | TritonProgram] = {}
     resamples: dict[tuple[str, int], ReferenceProgram | TritonProgram] = {}
     if config.target == "reference":
-        begin("packing weights")
-        packed = pack_weights(next(iter(graphs.values())), weights)
         for each in plan.programs:
             graph = graphs[each.form]
             program = ReferenceProgram(graph, state, weights, packed)
@@ -413,8 +442,10 @@ def _by_step(
 
 
 def _describe_weights(loaded: LoadedArtifact) -> str:
-    """Say what the weights take, and how long they took where no phase says it."""
+    """Say what the weights take and how they are held, and their time where no phase says it."""
     size = f"{loaded.weight_bytes / 2**20:.0f} MiB"
+    if loaded.packed is not None and (held := loaded.packed.describe()):
+        size += f", {held}"
     if not loaded.weights_s:
         return size
     return f"{size}, read in {loaded.weights_s:.2f} s beside the phases from `loading kernels` on"

@@ -86,6 +86,9 @@ class Mxfp4Source:
 
         return torch.bfloat16 if name in self._packed else self._stored.dtype(name)
 
+    def is_narrow(self, name: str) -> bool:
+        return name in self._packed or self._stored.is_narrow(name)
+
     def tensor(self, name: str, device: torch.device | None = None) -> torch.Tensor:
         import torch
 

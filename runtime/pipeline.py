@@ -74,6 +74,7 @@ def pipeline(
         prefix_cache=config.prefix_cache,
         max_waiting=config.max_waiting,
         model_path=config.model_path,
+        weight_dtype=config.weight_dtype,
     )
     path = _artifact_for(model_path, config, kv_dtype, progress)
     max_rows = artifacts.read_manifest(path).engine.max_rows

@@ -55,8 +55,8 @@ class EngineConfig:
     `max_step_tokens` and `max_context_tokens` (the window) shape what is compiled; an artifact has
     them already. `kv_memory_bytes` or `num_pages` fix the KV cache, `max_waiting` the queue;
     `kv_host_memory_bytes` of host memory keep the pages that the cache has no room for any more;
-    `model_path` is where an artifact's weights are now. LMDeploy's names are accepted too, see
-    `ALIASES`.
+    `model_path` is where an artifact's weights are now; `weight_dtype` is how the target reference
+    holds them: auto, float32 or float16. LMDeploy's names are accepted too, see `ALIASES`.
     Raises: ConfigError: an unknown name, one setting under two names, or a value not offered.
     """
 
@@ -74,6 +74,7 @@ class EngineConfig:
     prefix_cache: bool = True
     max_waiting: int = 1024
     model_path: str = ""
+    weight_dtype: str = "auto"
 
     def __init__(self, **settings: Any) -> None:
         known = {own.name: own.default for own in fields(self)}

@@ -7,30 +7,19 @@ Everything here is f32; an op without a quick form is played by its reference. C
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Protocol
 
 import torch
 
-from treadle.ir.graph import Graph, Op, walk
+from treadle.ir.graph import Graph, Op
 from treadle.ir.types import FLOATS
 from treadle.kernels import reference_quick
-from treadle.kernels.reference.linears import can_pack_weight, pack_weight
 from treadle.kernels.reference.step_plan import StepPlan
+from treadle.runtime.packed_weights import PackedWeights, weight_of
 
 Environment = dict[str, torch.Tensor]
 Step = Callable[[Environment], None]
-
-
-@dataclass(frozen=True)
-class PackedWeights:
-    """Hold weights by name in the layout that oneDNN multiplies fastest.
-
-    `linears` are in their own order; in `glus` all gate rows come first.
-    """
-
-    linears: Mapping[str, torch.Tensor]
-    glus: Mapping[str, torch.Tensor]
 
 
 class SharedInputs(Protocol):
@@ -43,34 +32,6 @@ class SharedInputs(Protocol):
         self, positions: str, table: str, env: Environment
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Give the step's cosines and sines of a rope table."""
-
-
-def pack_weights(graph: Graph, weights: Mapping[str, torch.Tensor]) -> PackedWeights:
-    """Pack the weights that linears read, where this CPU can; those of one storage once."""
-    parted = {_weight(op.body[0]): op.body[1].params.interleave for op in graph.ops if _is_glu(op)}
-    linears: dict[str, torch.Tensor] = {}
-    glus: dict[str, torch.Tensor] = {}
-    by_storage: dict[int, torch.Tensor] = {}
-    for name in sorted({_weight(op) for op in walk(graph.ops) if op.kind == "linear"}):
-        weight = weights[name]
-        if not can_pack_weight(weight.dtype):
-            continue
-        if name in parted and weight.dtype == torch.float32:
-            rows = reference_quick.part_gate_up(weight, parted[name])
-            glus[name] = pack_weight(rows)
-            continue
-        if weight.data_ptr() not in by_storage:
-            by_storage[weight.data_ptr()] = pack_weight(weight)
-        linears[name] = by_storage[weight.data_ptr()]
-    return PackedWeights(linears, glus)
-
-
-def _weight(linear: Op) -> str:
-    return linear.inputs[1].removeprefix("@")
-
-
-def _is_glu(op: Op) -> bool:
-    return tuple(inner.kind for inner in op.body) == ("linear", "glu")
 
 
 class QuickForms:
@@ -126,10 +87,10 @@ class QuickForms:
         return step
 
     def _bind_linear(self, linear: Op) -> Step | None:
-        if _weight(linear) not in self._packed.linears:
+        if weight_of(linear) not in self._packed.linears:
             return None
         x, (out,) = linear.inputs[0], linear.outputs
-        packed, bias = self._packed.linears[_weight(linear)], self._bias(linear)
+        packed, bias = self._packed.linears[weight_of(linear)], self._bias(linear)
 
         def step(env: Environment) -> None:
             env[out] = reference_quick.linear(env[x], packed, bias)
@@ -137,11 +98,11 @@ class QuickForms:
         return step
 
     def _bind_linear_add(self, linear: Op, add: Op) -> Step | None:
-        if _weight(linear) not in self._packed.linears:
+        if weight_of(linear) not in self._packed.linears:
             return None
         x, (out,) = linear.inputs[0], add.outputs
         (residual,) = (name for name in add.inputs if name not in linear.outputs)
-        packed, bias = self._packed.linears[_weight(linear)], self._bias(linear)
+        packed, bias = self._packed.linears[weight_of(linear)], self._bias(linear)
 
         def step(env: Environment) -> None:
             env[out] = reference_quick.linear_add(env[x], packed, bias, env[residual])
@@ -149,10 +110,10 @@ class QuickForms:
         return step
 
     def _bind_linear_glu(self, linear: Op, glu: Op) -> Step | None:
-        if _weight(linear) not in self._packed.glus:
+        if weight_of(linear) not in self._packed.glus:
             return None
         x, (out,) = linear.inputs[0], glu.outputs
-        packed, bias = self._packed.glus[_weight(linear)], self._bias(linear)
+        packed, bias = self._packed.glus[weight_of(linear)], self._bias(linear)
         if bias is not None:
             bias = reference_quick.part_gate_up(bias, glu.params.interleave)
         form = asdict(glu.params)

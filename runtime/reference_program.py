@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -19,9 +19,11 @@ from treadle.ir.graph import Graph, Op, walk
 from treadle.ir.ops.registry import lookup
 from treadle.kernels.dtypes import TORCH_DTYPES
 from treadle.kernels.reference.by_kind import REFERENCES
+from treadle.kernels.reference.linears import PackedWeight
 from treadle.kernels.reference.rope import rope_angles
 from treadle.kernels.reference.step_plan import StepPlan, plan_step
-from treadle.runtime.quick_steps import Environment, PackedWeights, QuickForms, Step
+from treadle.runtime.packed_weights import PackedWeights
+from treadle.runtime.quick_steps import Environment, QuickForms, Step
 from treadle.runtime.state import DeviceState
 
 
@@ -29,8 +31,8 @@ class ReferenceProgram:
     """Play one graph.
 
     With `packed` weights ops are played in their quick forms, where they have one; without, each
-    plain op is played by its reference function. A program that `follows` another changes the
-    values that the other left.
+    plain op is played by its reference function. Weights that are read packed only are not kept. A
+    program that `follows` another changes the values that the other left.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class ReferenceProgram:
         self._graph = graph
         self._state = state
         self._weights = {f"@{name}": tensor for name, tensor in weights.items()}
-        linears = packed.linears if packed else {}
+        linears: Mapping[str, PackedWeight] = packed.linears if packed else {}
         self._packed = {f"@{name}": tensor for name, tensor in linears.items()}
         self._leading = [
             (v.name, v.type.shape[0])
@@ -58,10 +60,17 @@ class ReferenceProgram:
         quick = None
         if packed:
             quick = QuickForms(graph, weights, packed, state.caches, self._shared)
+        self._read_whole = _read_beside_linears(graph)
         self._ops = [
             (self._bind(op, quick), done)
             for op, done in zip(graph.ops, _values_done(graph), strict=True)
         ]
+        self._weights = {n: w for n, w in self._weights.items() if n in self._read_whole}
+
+    @property
+    def weights(self) -> Iterable[torch.Tensor]:
+        """Give the weights that are kept, those packed left out."""
+        return self._weights.values()
 
     def run(self, num_tokens: int, num_seqs: int, *, keep_values: bool = False) -> Environment:
         """Run a step whose inputs lie in the state; give values by name.
@@ -101,6 +110,8 @@ class ReferenceProgram:
         function, options = reference_call(op, self._graph)
         accepted = inspect.signature(function).parameters
         constants = self._packed if op.kind == "linear" else {}
+        if op.kind == "linear" and op.inputs[1] not in constants:
+            self._read_whole.add(op.inputs[1])
         caches: Mapping[str, tuple[torch.Tensor, ...]] = {}
         if any(self._graph.type_of(name).layout for name in op.inputs):
             caches = self._state.caches
@@ -111,7 +122,7 @@ class ReferenceProgram:
         shares_plan, shares_angles = "plan" in accepted, "angles" in accepted
 
         def step(env: Environment) -> None:
-            operands: list[torch.Tensor] = []
+            operands: list[PackedWeight] = []
             for name in inputs:
                 if name in caches:
                     operands += caches[name]
@@ -129,6 +140,17 @@ class ReferenceProgram:
                 env.update(zip(outputs, result, strict=True))
 
         return step
+
+
+def _read_beside_linears(graph: Graph) -> set[str]:
+    """Name the weights that are read otherwise than as what a linear multiplies by."""
+    ops = [inner for op in graph.ops for inner in op.plain]
+    return {
+        name
+        for op in ops
+        for operand, name in enumerate(op.inputs)
+        if name.startswith("@") and not (op.kind == "linear" and operand == 1)
+    }
 
 
 def _values_done(graph: Graph) -> list[list[str]]:

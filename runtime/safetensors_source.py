@@ -109,6 +109,9 @@ class SafetensorsSource:
     def dtype(self, name: str) -> torch.dtype:
         return self._entries[name].dtype
 
+    def is_narrow(self, name: str) -> bool:
+        return self.dtype(name).itemsize <= 2
+
     def dtype_name(self, name: str) -> str:
         return self._entries[name].dtype_name
 

@@ -52,6 +52,7 @@ def run_serve(
     prefix_cache: bool,
     max_waiting: int,
     model_path: str,
+    weight_dtype: str,
     target: str,
     progress: str,
 ) -> None:
@@ -81,6 +82,7 @@ def run_serve(
         max_waiting=max_waiting,
         model_path=model_path,
         pooling=embeddings or "",
+        weight_dtype=weight_dtype,
     )
     path = artifact_of(source, target, progress, chosen)
     found_at_s = time.perf_counter()

@@ -11,8 +11,17 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from treadle.ir import errors
+from treadle.kernels.reference import linears
 from treadle.kernels.reference.attention import attention, kv_write
-from treadle.kernels.reference.linears import can_pack_weight, linear, pack_weight
+from treadle.kernels.reference.linears import (
+    WIDEN_FROM_ROWS,
+    can_pack_float16,
+    can_pack_weight,
+    linear,
+    pack_float16,
+    pack_weight,
+    why_not_float16,
+)
 from treadle.kernels.reference.norms import head_norm, rms_norm
 from treadle.kernels.reference.pointwise import add, glu, mul
 from treadle.kernels.reference.rope import rope, rope_angles
@@ -132,6 +141,80 @@ def test_packed_weight_refuses_an_x_that_it_would_have_to_round() -> None:
     packed = pack_weight(torch.zeros(16, 16, dtype=torch.bfloat16))
     with pytest.raises(errors.ShapeError, match=r"bfloat16, found torch\.float32"):
         linear(torch.zeros(1, 16), packed)
+
+
+needs_fbgemm = pytest.mark.skipif(not can_pack_float16(), reason="torch has no FBGEMM here")
+ODD_SIZES = [(1, 1), (3, 5), (33, 17), (600, 1), (48, 513), (64, 1030)]
+# One row, rows around a pass of FBGEMM's, and both sides of where weights are widened.
+ROWS_OF_X = [0, 1, 2, 14, 15, 17, WIDEN_FROM_ROWS - 1, WIDEN_FROM_ROWS]
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("num_rows", ROWS_OF_X)
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), ODD_SIZES)
+def test_a_weight_that_float16_represents_multiplies_like_the_plain_one(
+    num_outputs: int, num_inputs: int, num_rows: int, rng_seed: int
+) -> None:
+    torch.manual_seed(rng_seed)
+    weight = torch.randn(num_outputs, num_inputs).half().float()
+    x = torch.randn(num_rows, 2 * num_inputs)[:, ::2]  # a view with gaps
+    bias = torch.randn(num_outputs).half()
+    y = linear(x, pack_float16(weight), bias)
+    exact = x.double() @ weight.double().T + bias.double()
+    assert y.dtype == torch.float32 and y.shape == exact.shape
+    sizes = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+    assert ((y - exact).abs() <= 1e-6 * sizes).all()
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("num_rows", [1, 16, WIDEN_FROM_ROWS])
+def test_rounding_a_weight_to_float16_changes_a_product_by_a_2048th_of_its_terms(
+    num_rows: int, rng_seed: int
+) -> None:
+    torch.manual_seed(rng_seed)
+    x, weight = torch.randn(num_rows, 576), torch.randn(40, 576)
+    difference = (linear(x, pack_float16(weight)) - linear(x, weight)).abs()
+    assert difference.any()  # a float32 weight does lose bits
+    assert (difference <= 2.0**-11 * (x.abs() @ weight.abs().T)).all()
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("num_rows", [3, WIDEN_FROM_ROWS])
+def test_the_extremes_of_float16_are_multiplied_exactly(num_rows: int) -> None:
+    weight = torch.tensor([[2.0**-24, 3 * 2.0**-24, 65504.0, -65504.0]])  # [1, 4]
+    x = torch.eye(4).repeat(num_rows, 1)[:num_rows]
+    assert torch.equal(linear(x, pack_float16(weight)), x @ weight.mT)
+
+
+def test_float16_is_said_to_hold_what_it_represents_and_what_it_rounds_to_11_bits() -> None:
+    small_beside_others = torch.tensor([[1.0, 1e-9], [0.3, 0.0]])
+    for weight in (
+        torch.randn(3, 5),
+        torch.zeros(2, 3),
+        small_beside_others,
+        torch.full((1, 1), 65504.0),
+    ):
+        assert why_not_float16(weight) == ""
+
+
+@pytest.mark.parametrize("row", [0, 7])
+def test_numbers_beyond_float16_are_found_in_any_chunk(
+    row: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linears, "CHUNK_ELEMENTS", 12)
+    weight = torch.randn(8, 4)
+    weight[row, 3] = -65520.0
+    assert why_not_float16(weight) == "numbers beyond float16"
+
+
+def test_a_weight_of_numbers_too_small_for_float16_is_found() -> None:
+    assert why_not_float16(torch.full((8, 4), 1e-7)) == "numbers too small for float16"
+
+
+def test_packing_in_float16_without_fbgemm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "can_pack_float16", lambda: False)
+    with pytest.raises(errors.MachineError, match="FBGEMM"):
+        pack_float16(torch.zeros(4, 4))
 
 
 def test_gather_rows_reads_row_0_for_a_sequence_without_one(rng_seed: int) -> None:

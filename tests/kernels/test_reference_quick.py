@@ -7,7 +7,14 @@ import torch
 
 from treadle.kernels import reference_quick
 from treadle.kernels.reference.attention import kv_write
-from treadle.kernels.reference.linears import can_pack_weight, linear, pack_weight
+from treadle.kernels.reference.linears import (
+    PackedWeight,
+    can_pack_float16,
+    can_pack_weight,
+    linear,
+    pack_float16,
+    pack_weight,
+)
 from treadle.kernels.reference.norms import rms_norm
 from treadle.kernels.reference.pointwise import ACTIVATIONS, add, glu
 from treadle.kernels.reference.rope import rope, rope_angles
@@ -30,10 +37,18 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6 * scale)
 
 
-def packed(weight: torch.Tensor) -> torch.Tensor:
+def packed(weight: torch.Tensor, held: str) -> PackedWeight:
+    """Pack a weight of numbers that float16 represents."""
+    if held == "float16":
+        if not can_pack_float16():
+            pytest.skip("needs FBGEMM")
+        return pack_float16(weight)
     if not can_pack_weight(weight.dtype):
         pytest.skip("needs oneDNN")
     return pack_weight(weight)
+
+
+held_in_both = pytest.mark.parametrize("held", ["float32", "float16"])
 
 
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
@@ -54,17 +69,18 @@ def test_norm_of_zeros_is_zero() -> None:
 
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
 @pytest.mark.parametrize("has_bias", [False, True])
+@held_in_both
 def test_linear_and_its_sum_with_a_residual_are_those_of_the_reference(
-    has_bias: bool, num_tokens: int, rng_seed: int
+    held: str, has_bias: bool, num_tokens: int, rng_seed: int
 ) -> None:
     torch.manual_seed(rng_seed)
     x = torch.randn(num_tokens, 200)[:, 50:122]  # a view, as `split` gives
-    weight, residual = torch.randn(40, 72), torch.randn(num_tokens, 40)
+    weight, residual = torch.randn(40, 72).half().float(), torch.randn(num_tokens, 40)
     bias = torch.randn(40) if has_bias else None
     expected = linear(x, weight, bias)
     before = residual.clone()
-    assert_same(reference_quick.linear(x, packed(weight), bias), expected)
-    total = reference_quick.linear_add(x, packed(weight), bias, residual)
+    assert_same(reference_quick.linear(x, packed(weight, held), bias), expected)
+    total = reference_quick.linear_add(x, packed(weight, held), bias, residual)
     assert_same(total, add(expected, residual))
     assert torch.equal(residual, before)  # others may read it still
 
@@ -72,16 +88,17 @@ def test_linear_and_its_sum_with_a_residual_are_those_of_the_reference(
 @pytest.mark.parametrize("act", sorted(ACTIVATIONS))
 @pytest.mark.parametrize("interleave", [0, 1, 8])
 @pytest.mark.parametrize("has_bias", [False, True])
+@held_in_both
 def test_linear_and_glu_are_those_of_the_reference(
-    has_bias: bool, interleave: int, act: str, rng_seed: int
+    held: str, has_bias: bool, interleave: int, act: str, rng_seed: int
 ) -> None:
     torch.manual_seed(rng_seed)
-    x, weight = torch.randn(3, 72), torch.randn(96, 72)
+    x, weight = torch.randn(3, 72), torch.randn(96, 72).half().float()
     bias = torch.randn(96) if has_bias else None
     product = linear(x, weight, bias)
     expected = glu(product, act=act, interleave=interleave)
     parted_bias = None if bias is None else reference_quick.part_gate_up(bias, interleave)
-    parted = packed(reference_quick.part_gate_up(weight, interleave))
+    parted = packed(reference_quick.part_gate_up(weight, interleave), held)
     assert_same(reference_quick.linear_glu(x, parted, parted_bias, act=act), expected)
 
 

@@ -125,6 +125,7 @@ def test_every_dtype_of_the_table_reads_back(whole: Path, dtype: str) -> None:
     save_file({"extra": tensor}, whole / "model.safetensors")
     checkpoint = open_checkpoint(whole)
     assert checkpoint.dtype("extra") == tensor.dtype
+    assert checkpoint.is_narrow("extra") == (tensor.element_size() <= 2)
     assert torch.equal(checkpoint.tensor("extra").float(), tensor.float())
 
 

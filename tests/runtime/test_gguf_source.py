@@ -457,3 +457,15 @@ def test_qwen2_files_keep_their_rows_and_name_their_class(tmp_path: Path, rng_se
     config = json.loads(json.dumps(checkpoint.config))
     assert config["num_hidden_layers"] == judge.num_hidden_layers
     assert config["hidden_size"] == judge.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_narrow"),
+    [(Kind.F32, False), (Kind.F16, True), (Kind.BF16, True), (Kind.Q8_0, True), (Kind.Q4_1, True)],
+)
+def test_types_of_16_bits_a_number_or_fewer_are_narrow(
+    tmp_path: Path, kind: Kind, is_narrow: bool
+) -> None:
+    _, checkpoint = make_pair(tmp_path, kind)
+    assert checkpoint.is_narrow(Q_PROJ) == is_narrow
+    assert not checkpoint.is_narrow("model.norm.weight")  # vectors are written in F32

@@ -72,6 +72,7 @@ def test_a_tensor_has_inputs_before_outputs_as_transformers_keeps_it(
     assert checkpoint.shape("w") == (3, 64, 6) and checkpoint.dtype("w") == torch.bfloat16
     assert torch.equal(checkpoint.tensor("w"), convert_moe_packed_tensors(blocks, scales))
     assert checkpoint.entry("w") is None and checkpoint.entry("other") is not None
+    assert checkpoint.is_narrow("w") and not checkpoint.is_narrow("other")
     assert torch.equal(checkpoint.tensor("other"), other)
     assert "quantization_config" not in checkpoint.config
 
