@@ -2,9 +2,11 @@
 
 Run: python bench/cpu_decode.py --out bench/results/cpu
 The model is the demo's unless `--model` names a GGUF file or a Hugging Face folder. Both decode the
-same prompts in the same dtype, take turns round by round, and are timed from the moment when every
+same prompts in float32, take turns round by round, and are timed from the moment when every
 sequence has its first token. Each figure is a median over the rounds; the goal is a multiple of the
-best setting of transformers, all of which take part in each round. Transformers runs in a
+best setting of transformers in float32, all of which take part in each round. How this engine holds
+its weights is up to `--weight-dtype`; transformers in bfloat16, which rounds everything else too,
+is measured beside the others and is no part of the goal. Transformers runs in a
 process of its own: where a process has more OpenMP threads than cores they no longer wait
 actively, which makes whoever computes in it up to half as slow again.
 """
@@ -42,8 +44,12 @@ from treadle.runtime.request import SamplingParams  # noqa: E402
 
 GOAL = 1.5  # times as many tokens a second as transformers
 STREAM_BYTES = 2**29
-# Each setting of `generate` that decides its speed on a CPU: attention and kind of cache.
-SETTINGS = tuple((kind, cache) for kind in ("sdpa", "eager") for cache in ("dynamic", "static"))
+# Each setting that decides the speed of `generate` on a CPU: dtype, attention, kind of cache.
+FLOAT32_SETTINGS = tuple(
+    ("float32", kind, cache) for kind in ("sdpa", "eager") for cache in ("dynamic", "static")
+)
+SETTINGS = (*FLOAT32_SETTINGS, ("bfloat16", "sdpa", "dynamic"))
+Setting = tuple[str, str, str]
 SUBJECTS = (
     "a lighthouse keeper who collects storms",
     "why bread rises",
@@ -92,12 +98,12 @@ class Peer:
         spawn = multiprocessing.get_context("spawn")
         self._process = ProcessPoolExecutor(1, spawn, initializer=_load_peer, initargs=(model,))
 
-    def generate(self, setting: tuple[str, str], prompts: list[list[int]], count: int) -> Timing:
+    def generate(self, setting: Setting, prompts: list[list[int]], count: int) -> Timing:
         """Generate `count` tokens per prompt with one setting of transformers."""
         return self._process.submit(_generate, setting, prompts, count).result()
 
     def weight_bytes(self) -> int:
-        """Give the bytes of the weights, shared ones counted once."""
+        """Give the bytes of the weights in float32, shared ones counted once."""
         return self._process.submit(_weight_bytes).result()
 
     def read_bytes_per_s(self) -> float:
@@ -109,24 +115,27 @@ class Peer:
         self._process.shutdown()
 
 
-_loaded: list[Any] = []  # the peer's process holds its model here
+_loaded: dict[str, Any] = {}  # the peer's process holds its models here, by dtype
 
 
 def _load_peer(model: Path) -> None:
-    """Load the model in transformers, in f32, as this process's; it never stops by itself."""
+    """Load the model in transformers, in each dtype, for this process; it never stops by itself."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     transformers.logging.disable_progress_bar()
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(model)}
     if model.is_file():
         where = {"pretrained_model_name_or_path": str(model.parent), "gguf_file": model.name}
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    loaded.generation_config.eos_token_id = None
-    _loaded.append(loaded.eval())
+    for dtype in sorted({dtype for dtype, _, _ in SETTINGS}):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            **where, dtype=getattr(torch, dtype)
+        )
+        loaded.generation_config.eos_token_id = None
+        _loaded[dtype] = loaded.eval()
 
 
-def _generate(setting: tuple[str, str], prompts: list[list[int]], count: int) -> Timing:
-    (peer,) = _loaded
-    attention, cache = setting
+def _generate(setting: Setting, prompts: list[list[int]], count: int) -> Timing:
+    dtype, attention, cache = setting
+    peer = _loaded[dtype]
     peer.set_attn_implementation(attention)
     options = {} if cache == "dynamic" else {"cache_implementation": cache}
     clock = StepClock()
@@ -148,7 +157,7 @@ def _generate(setting: tuple[str, str], prompts: list[list[int]], count: int) ->
 
 
 def _weight_bytes() -> int:
-    return sum(weight.nbytes for weight in _loaded[0].parameters())
+    return sum(weight.nbytes for weight in _loaded["float32"].parameters())
 
 
 def _read_bytes_per_s() -> float:
@@ -189,9 +198,12 @@ async def measure(arguments: argparse.Namespace, artifact: Path, model: Path) ->
     """Measure a row per batch size."""
     peer = Peer(model)
     weight_bytes = peer.weight_bytes()
-    options = ServeOptions(prefix_cache=False)
+    options = ServeOptions(prefix_cache=False, weight_dtype=arguments.weight_dtype)
     engine = Engine("bench", lambda report: load_model(artifact, options, report))
     await engine.start()
+    held = engine.model.summary["weights"]
+    if "matrices in float16" in held:
+        weight_bytes //= 2
     texts = [f"Write at least three pages of a story about {subject}." for subject in SUBJECTS]
     encoded = [engine.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
     length = min(len(prompt) for prompt in encoded)
@@ -204,7 +216,7 @@ async def measure(arguments: argparse.Namespace, artifact: Path, model: Path) ->
         for setting in SETTINGS:
             peer.generate(setting, chosen, 2)
         ours: list[Timing] = []
-        theirs: dict[tuple[str, str], list[Timing]] = {setting: [] for setting in SETTINGS}
+        theirs: dict[Setting, list[Timing]] = {setting: [] for setting in SETTINGS}
         load_before = os.getloadavg()[0]
         for _ in range(arguments.rounds):
             ours.append(await time_engine(engine, chosen, arguments.tokens))
@@ -218,6 +230,7 @@ async def measure(arguments: argparse.Namespace, artifact: Path, model: Path) ->
                 theirs,
                 floor=batch * peer.read_bytes_per_s() / weight_bytes,
                 prompt_tokens=length,
+                weights=held,
                 load=[round(load_before, 1), round(os.getloadavg()[0], 1)],
             )
         )
@@ -231,7 +244,7 @@ def make_row(
     arguments: argparse.Namespace,
     batch: int,
     ours: list[Timing],
-    theirs: dict[tuple[str, str], list[Timing]],
+    theirs: dict[Setting, list[Timing]],
     *,
     floor: float,
     **stated: object,
@@ -239,7 +252,8 @@ def make_row(
     """Put the rounds of one batch size into a row. `floor` is the most that memory would allow."""
     value = median_speed(ours)
     speeds = {setting: median_speed(timings) for setting, timings in theirs.items()}
-    best = max(speeds, key=lambda setting: speeds[setting])
+    best = max(FLOAT32_SETTINGS, key=lambda setting: speeds[setting])
+    in_bfloat16 = max(speed for (dtype, *_), speed in speeds.items() if dtype == "bfloat16")
     rivals = theirs[best]
     same = sum(a == b for a, b in zip(ours[0].tokens, rivals[0].tokens, strict=True))
     whole_s, whole_s_of_peer = (
@@ -262,6 +276,7 @@ def make_row(
             rounds=arguments.rounds,
             best_peer=_name(best),
             ratio=round(value / speeds[best], 2),
+            ratio_to_bfloat16=round(value / in_bfloat16, 2),
             ratio_with_prompt=round(whole_s_of_peer / whole_s, 2),
             all_rounds=[round(timing.tokens_per_s, 1) for timing in ours],
             all_rounds_of_best_peer=[round(timing.tokens_per_s, 1) for timing in rivals],
@@ -276,8 +291,8 @@ def median_speed(timings: Sequence[Timing]) -> float:
     return statistics.median(timing.tokens_per_s for timing in timings)
 
 
-def _name(setting: tuple[str, str]) -> str:
-    return "transformers generate, {} attention, {} cache".format(*setting)
+def _name(setting: Setting) -> str:
+    return "transformers generate, {}, {} attention, {} cache".format(*setting)
 
 
 def describe(row: Row) -> str:
@@ -285,8 +300,8 @@ def describe(row: Row) -> str:
     stated = row.conditions
     return (
         f"{row.case}: {row.value:.1f} tokens/s; "
-        f"{stated['best_peer']} {max(row.peers.values()):.1f}: {stated['ratio']}x, "
-        f"with prompt {stated['ratio_with_prompt']}x; "
+        f"{stated['best_peer']} {row.peers[stated['best_peer']]:.1f}: {stated['ratio']}x, "
+        f"with prompt {stated['ratio_with_prompt']}x, bfloat16 {stated['ratio_to_bfloat16']}x; "
         f"memory allows {row.floor:.0f}; same answers: {stated['same_answers']}; "
         f"load {stated['load']}"
     )
@@ -300,6 +315,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens per sequence")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="float32", help="of this engine only, if not float32")
+    parser.add_argument("--weight-dtype", default="auto", help="of this engine, as of `serve`")
     parser.add_argument("--out", type=Path, help="where to write cpu_decode.json")
     arguments = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from treadle.kernels.reference import attention as reference_attention
 from treadle.kernels.reference.attention import write_slots
 from treadle.kernels.reference.linears import Float16Weight, PackedWeight, linear_float16
 from treadle.kernels.reference.pointwise import gated
@@ -106,15 +107,46 @@ def rope_kv_write(
     _, num_kv_heads, _, head_dim = k_cache.shape
     num_rotated = num_heads + num_kv_heads
     pairs = qkv.view(qkv.shape[0], -1, 2, head_dim // 2)[:, :num_rotated]  # [T, H + G, 2, D / 2]
-    first, second = pairs.unbind(-2)  # [T, H + G, D / 2] each
-    cos, sin = angles[0], angles[1][:, :, 1]  # [T, 1, 1, D / 2], [T, 1, D / 2]
-    rotated = pairs * cos  # [T, H + G, 2, D / 2]
-    new_first, new_second = rotated.unbind(-2)  # [T, H + G, D / 2] each
-    new_first.addcmul_(second, sin, value=-1.0)
-    new_second.addcmul_(first, sin)
-    rotated = rotated.flatten(1)  # [T, (H + G) * D]
+    cos, sin = angles  # [T, 1, 1, D / 2], [T, 1, 2, D / 2]
+    rotated = (pairs * cos).addcmul_(pairs.flip(-2), sin).flatten(1)  # [T, (H + G) * D]
     width = num_heads * head_dim
     v = qkv[:, num_rotated * head_dim :]  # [T, G * D]
     write_slots(rotated[:, width:], k_cache, plan.write_slots, plan.live_tokens)
     write_slots(v, v_cache, plan.write_slots, plan.live_tokens)
     return rotated[:, :width]  # [T, H * D]
+
+
+def attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_rows: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: float,
+    plan: StepPlan,
+) -> torch.Tensor:
+    """Attend as `attention.attention` does, which also takes the steps with prompts.
+
+    Where each token is the only one of its sequence, scaling the queries is what lays them out.
+    Shapes: q f32[T, H * D], k_cache, v_cache f32[P, G, S, D], the others as there; `plan` from
+      `step_plan.plan_step` -> f32[T, H * D].
+    """
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    if plan.num_decode < len(q) or plan.decode_tokens is not None:
+        step = (block_table, seq_rows, query_start, context_lens)
+        return reference_attention.attention(
+            q, k_cache, v_cache, *step, scale=scale, plan=plan, **sizes
+        )
+    shape = (len(q) * num_kv_heads, -1, head_dim)
+    keys = k_cache.view(-1, head_dim).index_select(0, plan.decode_slots).view(shape)  # [T*G, C, D]
+    values = v_cache.view(-1, head_dim).index_select(0, plan.decode_slots).view(shape)
+    scores = torch.bmm((q * scale).view(shape), keys.mT)  # [T * G, H / G, C]
+    if plan.decode_mask is not None:
+        scores.view(len(q), -1, scores.shape[-1]).add_(plan.decode_mask[:, 0])
+    return torch.bmm(scores.softmax(dim=-1), values).view(len(q), -1)  # [T, H * D]

@@ -72,6 +72,8 @@ class QuickForms:
             return self._bind_linear_glu(*op.body)
         if kinds == ("split", "rope", "rope", "kv_write"):
             return self._bind_rope_kv_write(*op.body)
+        if kinds == ("attention",):
+            return self._bind_attention(op)
         return None
 
     def _bind_norm(self, norm: Op) -> Step:
@@ -150,6 +152,27 @@ class QuickForms:
                 num_heads=num_heads,
                 angles=shared.angles(positions, table, env),
                 plan=shared.plan(env),
+            )
+
+        return step
+
+    def _bind_attention(self, attention: Op) -> Step | None:
+        q, cache, *step_inputs = attention.inputs
+        (out,) = attention.outputs
+        params = asdict(attention.params)
+        if params.pop("window") or params.pop("soft_cap") or len(step_inputs) > 4:
+            return None
+        k_cache, v_cache = self._caches[cache]
+        shared = self._shared
+
+        def step(env: Environment) -> None:
+            env[out] = reference_quick.attention(
+                env[q],
+                k_cache,
+                v_cache,
+                *(env[name] for name in step_inputs),
+                plan=shared.plan(env),
+                **params,
             )
 
         return step

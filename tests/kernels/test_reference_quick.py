@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from treadle.kernels import reference_quick
-from treadle.kernels.reference.attention import kv_write
+from treadle.kernels.reference.attention import attention, kv_write
 from treadle.kernels.reference.linears import (
     PackedWeight,
     can_pack_float16,
@@ -130,3 +130,42 @@ def test_rope_and_kv_write_are_those_of_the_reference(live: bool, rng_seed: int)
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(caches, expected_caches, equal_nan=True)
     assert torch.equal(qkv, before)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "context_lens", "seq_rows"),
+    [
+        ((1,), (17,), (0,)),
+        ((1, 1, 1), (16, 16, 16), (2, 0, 1)),
+        ((1, 1, 1), (3, 40, 17), (2, 0, 1)),
+        ((1, 3, 1), (8, 20, 33), (0, 1, 2)),  # a prompt among them
+        ((1, 1, 1), (8, 20, 33), (0, -1, 2)),  # padding among them
+    ],
+)
+def test_attention_is_that_of_the_reference(
+    query_lens: tuple[int, ...],
+    context_lens: tuple[int, ...],
+    seq_rows: tuple[int, ...],
+    rng_seed: int,
+) -> None:
+    torch.manual_seed(rng_seed)
+    sizes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 8}
+    starts = [sum(query_lens[:count]) for count in range(len(query_lens) + 1)]
+    q = torch.randn(starts[-1], 72)[:, :48]  # a view, as `rope_kv_write` gives
+    block_table = torch.randperm(9).int().view(3, 3)
+    caches = torch.full((2, 9, 3, 16, 8), POISON)
+    for row, context in zip(seq_rows, context_lens, strict=True):
+        for position in range(context if row >= 0 else 0):
+            page = int(block_table[row, position // 16])
+            caches[:, page, :, position % 16] = torch.randn(2, 3, 8)
+    step = (block_table, int32(*seq_rows), int32(*starts), int32(*context_lens))
+    token_seq = torch.repeat_interleave(torch.arange(len(query_lens)), int32(*query_lens)).int()
+    positions = torch.zeros_like(token_seq)
+    plan = plan_step(
+        positions, token_seq, step[1], step[0], *step[2:], num_kv_heads=3, page_size=16
+    )
+    expected = attention(q, caches[0], caches[1], *step, scale=0.3, **sizes)
+    actual = reference_quick.attention(
+        q, caches[0], caches[1], *step, scale=0.3, plan=plan, **sizes
+    )
+    assert_same(actual, expected)
