@@ -168,7 +168,7 @@ weight_dtype_option = click.option(
     type=click.Choice(WEIGHT_DTYPES),
     default="auto",
     help="How --target reference holds the weights that it multiplies by in float32. auto is "
-    "float16 where the checkpoint holds 16 bits a number or fewer, else float32.",
+    "float16 where that holds the checkpoint's numbers, else float32; float16 rounds them.",
 )
 progress_option = click.option(
     "--progress",

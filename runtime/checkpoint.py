@@ -80,7 +80,7 @@ class Checkpoint:
         return self.source.dtype(self._known(name))
 
     def is_narrow(self, name: str) -> bool:
-        """Tell whether a tensor is stored in 16 bits a number or fewer, quantised ones included.
+        """Tell whether a tensor's numbers are such of 16 bits or fewer, before they are widened.
 
         Raises: CheckpointError: there is no such tensor.
         """

@@ -16,7 +16,7 @@ TARGETS = ("cuda", "interpret", "reference")
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 # How the command line names the formats of the KV cache; `auto` is the dtype that is computed in.
 KV_DTYPES = {"auto": "", **{name: name for name in KV_FORMATS}}
-# How the `reference` target holds weights in memory; auto: in 16 bits where they are stored so.
+# How the `reference` target holds weights in memory; auto: in float16 if that holds them.
 WEIGHT_DTYPES = ("auto", "float32", "float16")
 # The same as LMDeploy's numbers.
 QUANT_POLICIES = {0: "auto", 4: "int4", 8: "int8", 16: "fp8"}

@@ -150,8 +150,7 @@ class GgufSource:
         return getattr(torch, plain)  # type: ignore[no-any-return]
 
     def is_narrow(self, name: str) -> bool:
-        block_elements, block_bytes = GGML_QUANT_SIZES[self._tensors[name].tensor_type]
-        return block_bytes <= 2 * block_elements
+        return self.dtype(name).itemsize <= 2  # scale times code has more digits than that
 
     def tensor(self, name: str, device: torch.device | None = None) -> torch.Tensor:
         values = _dequantise(self._tensors[name])

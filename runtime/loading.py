@@ -85,7 +85,7 @@ class ServeOptions:
     `model_path` replaces the path in the manifest, for artifacts that moved with their weights.
     `pooling`: how hidden states become an embedding, last or mean; empty: as the model declares.
     `weight_dtype` is how the `reference` target holds the weights that it multiplies by in float32:
-    float32, float16, or auto: float16 where the checkpoint's numbers have 16 bits or fewer.
+    float32, float16 (rounded to it), or auto: float16 where the checkpoint's numbers fit in it.
     Raises: ConfigError: host memory without the prefix cache, which is what finds pages again; an
     unknown `weight_dtype`.
     """

@@ -1,11 +1,13 @@
 """The weights of a CPU's linears in the forms that multiply fastest, in float32 or in float16.
 
-A decode step takes as long as reading its weights does. Where the checkpoint holds 16 bits or fewer
-anyway they are held in float16, and computed with in float32. Called by `loading.py`.
+A decode step takes as long as reading its weights does. Where the checkpoint stores numbers of 16
+bits they are held in float16, which holds the same, and computed with in float32. Called by
+`loading.py`.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -19,18 +21,20 @@ from treadle.kernels.reference.linears import (
     PackedWeight,
     can_pack_float16,
     can_pack_weight,
+    float16_loss,
     pack_float16,
     pack_weight,
     packed_bytes,
-    why_not_float16,
 )
 from treadle.runtime.checkpoint import Checkpoint
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.weights import Recipe
 
 NO_FBGEMM = "torch has no FBGEMM here"
-STORED_WIDER = "stored in float32"
+ROUNDED = "float16 would round them"
 OTHER_ENGINE = "not computed in float32"
+# Losses as of `float16_loss`: what float32 sums lose anyway, and what 11 bits lose.
+EXACT_LOSS, ROUNDING_LOSS = 2.0**-22, 2.0**-11
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def weight_of(linear: Op) -> str:
 
 
 def find_narrow(recipes: Collection[Recipe], checkpoint: Checkpoint) -> frozenset[str]:
-    """Name the weights all of whose tensors hold 16 bits a number or fewer."""
+    """Name the weights all of whose tensors are stored in numbers of 16 bits."""
     return frozenset(
         name
         for recipe in recipes
@@ -124,8 +128,8 @@ def pack_weights(
     """Pack the weights that linears read, where this CPU can; those of one storage once.
 
     `weight_dtype` is as in `ServeOptions`, and has been checked; auto takes float16 for those named
-    in `narrow`, where float16 holds their numbers.
-    Raises: ConfigError: float16 is demanded and does not hold a weight's numbers; names it.
+    in `narrow` whose numbers it holds.
+    Raises: ConfigError: float16 is demanded and hasn't the range of a weight; names it.
     """
     parted = {
         weight_of(op.body[0]): op.body[1].params.interleave for op in graph.ops if _is_glu(op)
@@ -163,16 +167,19 @@ def _why_float32(
         return "as asked for"
     if weight_dtype == "auto":
         if name not in narrow:
-            return STORED_WIDER
+            return ROUNDED
         if not can_pack_float16():
             return NO_FBGEMM
-    reason = why_not_float16(weight)
-    if reason and weight_dtype == "float16":
+    loss = float16_loss(weight)
+    if weight_dtype == "auto":
+        return ROUNDED if loss > EXACT_LOSS else ""
+    if loss > ROUNDING_LOSS:
+        found = "beyond its range" if math.isinf(loss) else "too small for it"
         raise ConfigError(
-            f"--weight-dtype float16: `{name}` has {reason}.",
+            f"--weight-dtype float16: `{name}` holds numbers {found}.",
             remedy="Leave it out: such weights are held in float32.",
         )
-    return reason
+    return ""
 
 
 def _is_glu(op: Op) -> bool:

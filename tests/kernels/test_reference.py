@@ -17,10 +17,10 @@ from treadle.kernels.reference.linears import (
     WIDEN_FROM_ROWS,
     can_pack_float16,
     can_pack_weight,
+    float16_loss,
     linear,
     pack_float16,
     pack_weight,
-    why_not_float16,
 )
 from treadle.kernels.reference.norms import head_norm, rms_norm
 from treadle.kernels.reference.pointwise import add, glu, mul
@@ -186,29 +186,36 @@ def test_the_extremes_of_float16_are_multiplied_exactly(num_rows: int) -> None:
     assert torch.equal(linear(x, pack_float16(weight)), x @ weight.mT)
 
 
-def test_float16_is_said_to_hold_what_it_represents_and_what_it_rounds_to_11_bits() -> None:
-    small_beside_others = torch.tensor([[1.0, 1e-9], [0.3, 0.0]])
-    for weight in (
-        torch.randn(3, 5),
-        torch.zeros(2, 3),
-        small_beside_others,
-        torch.full((1, 1), 65504.0),
-    ):
-        assert why_not_float16(weight) == ""
+@pytest.mark.parametrize("chunk_elements", [4, 12, 2**22])
+def test_the_loss_of_float16_is_that_of_the_whole_weight(
+    chunk_elements: int, monkeypatch: pytest.MonkeyPatch, rng_seed: int
+) -> None:
+    monkeypatch.setattr(linears, "CHUNK_ELEMENTS", chunk_elements)
+    torch.manual_seed(rng_seed)
+    weight = torch.randn(8, 4)
+    expected = (weight.half().double() - weight).norm() / weight.double().norm()
+    assert 0 < expected <= 2.0**-11
+    assert float16_loss(weight) == pytest.approx(float(expected))
+
+
+def test_float16_loses_nothing_of_what_it_represents() -> None:
+    for weight in (torch.randn(3, 5).half(), torch.zeros(2, 3), torch.full((1, 1), 65504.0)):
+        assert float16_loss(weight) == 0.0
+
+
+def test_float16_loses_little_of_small_numbers_beside_others_and_all_of_them_alone() -> None:
+    assert float16_loss(torch.tensor([[1.0, 1e-9], [0.25, 0.0]])) < 1e-8
+    assert float16_loss(torch.full((8, 4), 1e-9)) == 1.0
 
 
 @pytest.mark.parametrize("row", [0, 7])
-def test_numbers_beyond_float16_are_found_in_any_chunk(
+def test_the_loss_of_float16_is_infinite_beyond_its_range(
     row: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linears, "CHUNK_ELEMENTS", 12)
     weight = torch.randn(8, 4)
     weight[row, 3] = -65520.0
-    assert why_not_float16(weight) == "numbers beyond float16"
-
-
-def test_a_weight_of_numbers_too_small_for_float16_is_found() -> None:
-    assert why_not_float16(torch.full((8, 4), 1e-7)) == "numbers too small for float16"
+    assert float16_loss(weight) == math.inf
 
 
 def test_packing_in_float16_without_fbgemm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

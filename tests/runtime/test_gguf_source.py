@@ -461,9 +461,15 @@ def test_qwen2_files_keep_their_rows_and_name_their_class(tmp_path: Path, rng_se
 
 @pytest.mark.parametrize(
     ("kind", "is_narrow"),
-    [(Kind.F32, False), (Kind.F16, True), (Kind.BF16, True), (Kind.Q8_0, True), (Kind.Q4_1, True)],
+    [
+        (Kind.F32, False),
+        (Kind.F16, True),
+        (Kind.BF16, True),
+        (Kind.Q8_0, False),
+        (Kind.Q4_1, False),
+    ],
 )
-def test_types_of_16_bits_a_number_or_fewer_are_narrow(
+def test_floats_of_16_bits_are_narrow_and_scaled_codes_are_not(
     tmp_path: Path, kind: Kind, is_narrow: bool
 ) -> None:
     _, checkpoint = make_pair(tmp_path, kind)

@@ -64,7 +64,7 @@ def test_weights_stored_in_16_bits_are_held_in_float16(
 def test_weights_stored_in_float32_are_held_in_it(tmp_path: Path) -> None:
     packed = held(load(tmp_path, make_llama(tmp_path / "model")))
     assert not in_float16(packed)
-    assert packed.describe() == "matrices in float32 (stored in float32)"
+    assert packed.describe() == "matrices in float32 (float16 would round them)"
 
 
 @needs_fbgemm
@@ -74,7 +74,8 @@ def test_a_matrix_with_a_part_stored_in_float32_is_held_in_it(tmp_path: Path) ->
     change(model, **{UP_PROJ: stored.float()})
     packed = held(load(tmp_path, model))
     assert (
-        packed.describe() == "8 of 9 matrices in float16, the others in float32 (stored in float32)"
+        packed.describe()
+        == "8 of 9 matrices in float16, the others in float32 (float16 would round them)"
     )
 
 
@@ -104,12 +105,12 @@ def overflowing(tmp_path: Path) -> Path:
 def test_a_matrix_beyond_float16_is_held_in_float32(tmp_path: Path, overflowing: Path) -> None:
     packed = held(load(tmp_path, overflowing))
     (odd,) = {*packed.linears, *packed.glus} - in_float16(packed)
-    assert "layers.0" in odd and packed.why_float32[odd] == "numbers beyond float16"
+    assert "layers.0" in odd and packed.why_float32[odd] == "float16 would round them"
 
 
 @needs_fbgemm
 def test_float16_is_refused_for_a_matrix_beyond_it(tmp_path: Path, overflowing: Path) -> None:
-    with pytest.raises(ConfigError, match=r"`layers\.0\..*` has numbers beyond float16"):
+    with pytest.raises(ConfigError, match=r"`layers\.0\..*` holds numbers beyond its range"):
         load(tmp_path, overflowing, "float16")
 
 

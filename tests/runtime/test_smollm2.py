@@ -10,6 +10,7 @@ import pytest
 
 from tests.checkpoints import find_demo_model, load_oracle, oracle_greedy
 from tests.runtime.serving import answer, answers, compile_tiny, serving
+from treadle.kernels.reference.linears import can_pack_float16
 
 NUM_TOKENS = 24
 # Around the page size of 16 and the step size of 64, and beyond both.
@@ -64,15 +65,19 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("weight_dtype", ["auto", "float16"])
 def test_prompts_of_different_lengths_together_answer_as_in_transformers(
-    expected: Expected, tmp_path: Path
+    expected: Expected, tmp_path: Path, weight_dtype: str
 ) -> None:
+    """Rounding the weights to float16 moves no answer over its closest tie."""
+    if weight_dtype == "float16" and not can_pack_float16():
+        pytest.skip("torch has no FBGEMM here")
     artifact = compile_tiny(
         expected.model, tmp_path / "artifact", max_rows=len(LENGTHS), max_step_tokens=64
     )
 
     async def run() -> list[list[int]]:
-        async with serving(artifact, prefix_cache=False) as engine:
+        async with serving(artifact, prefix_cache=False, weight_dtype=weight_dtype) as engine:
             found = await answers(
                 engine, expected.prompts, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True
             )
