@@ -314,8 +314,9 @@ def play_prompt(
 
     if isinstance(program, ReferenceProgram):
         values = program.run(num_tokens, num_seqs, keep_values=True)
+        weights = {f"@{name}": weight for name, weight in loaded.weights.items()}
         for op in graph.ops:
-            note_ties(op, values)
+            note_ties(op, {**weights, **values})
         return keep_layers(graph, values, num_tokens, num_seqs)
     for index, op in enumerate(graph.ops):
         note_ties(op, program.tensors)
