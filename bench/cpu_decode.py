@@ -298,9 +298,10 @@ def _name(setting: Setting) -> str:
 def describe(row: Row) -> str:
     """Say a row in one line."""
     stated = row.conditions
+    best = str(stated["best_peer"])
     return (
         f"{row.case}: {row.value:.1f} tokens/s; "
-        f"{stated['best_peer']} {row.peers[stated['best_peer']]:.1f}: {stated['ratio']}x, "
+        f"{best} {row.peers[best]:.1f}: {stated['ratio']}x, "
         f"with prompt {stated['ratio_with_prompt']}x, bfloat16 {stated['ratio_to_bfloat16']}x; "
         f"memory allows {row.floor:.0f}; same answers: {stated['same_answers']}; "
         f"load {stated['load']}"

@@ -137,11 +137,20 @@ def attention(
     Shapes: q f32[T, H * D], k_cache, v_cache f32[P, G, S, D], the others as there; `plan` from
       `step_plan.plan_step` -> f32[T, H * D].
     """
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     if plan.num_decode < len(q) or plan.decode_tokens is not None:
-        step = (block_table, seq_rows, query_start, context_lens)
         return reference_attention.attention(
-            q, k_cache, v_cache, *step, scale=scale, plan=plan, **sizes
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            seq_rows,
+            query_start,
+            context_lens,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=scale,
+            plan=plan,
         )
     shape = (len(q) * num_kv_heads, -1, head_dim)
     keys = k_cache.view(-1, head_dim).index_select(0, plan.decode_slots).view(shape)  # [T*G, C, D]
