@@ -228,9 +228,13 @@ def test_a_template_with_its_parts_imports_triton_and_torch_alone(stem: str) -> 
     assert imported <= {"torch", "triton"}
 
 
+# Lowered without limits alone: the hooks are those of a kernel that it shares.
+ALWAYS_PLAIN = {"attention_prefill_quantised_gluon"}
+
+
 @pytest.mark.parametrize("stem", [stem for stem in TEMPLATES if emit.read_template(stem).hooks])
 def test_a_template_with_hooks_has_golden_texts(stem: str) -> None:
     goldens = [path.stem for path in (ROOT / "tests/golden/triton").glob(f"{stem}*.py")]
     plain = [name for name in goldens if name == stem]
     fused = [name for name in goldens if name.startswith(f"{stem}__")]
-    assert plain and fused, goldens
+    assert plain and bool(fused) == (stem not in ALWAYS_PLAIN), goldens
