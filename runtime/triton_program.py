@@ -23,10 +23,10 @@ from treadle.kernels.load import load_module
 from treadle.runtime.planner import Plan, ProgramPlan
 from treadle.runtime.state import DeviceState
 
-FEW_TOKENS = 256  # up to here a step's launches, one by one, take longer than its kernels
-
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE  # torch has no public name for it
+
+FEW_TOKENS = 256  # up to here a step's launches, one by one, take longer than its kernels
 
 
 @dataclass(frozen=True)
