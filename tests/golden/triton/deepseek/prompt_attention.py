@@ -28,7 +28,6 @@ SHAPE = dict(
 SCHEDULE = dict(BLOCK_QUERIES=128, BLOCK_TOKENS=64, num_warps=8, num_stages=2)
 
 
-# The step's metadata may be slices: their alignment must not select another compiled kernel.
 @triton.jit
 def below(index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Tell which indices are below SIZE; a mask that folds away where BLOCK divides SIZE."""
@@ -50,6 +49,7 @@ def load_page(pages_ptr, tile_start, stop, PAGE_SIZE: tl.constexpr, BLOCK_TOKENS
         return page.to(tl.int64)[:, None]  # [BLOCK_TOKENS, 1]
 
 
+# The step's metadata may be slices: their alignment must not select another compiled kernel.
 @triton.jit(
     do_not_specialize=["table_stride", "num_seqs"],
     do_not_specialize_on_alignment=[
