@@ -202,7 +202,7 @@ async def measure(arguments: argparse.Namespace, artifact: Path, model: Path) ->
     engine = Engine("bench", lambda report: load_model(artifact, options, report))
     await engine.start()
     held = engine.model.summary["weights"]
-    if "matrices in float16" in held:
+    if held.endswith(" matrices in float16"):  # all of them
         weight_bytes //= 2
     texts = [f"Write at least three pages of a story about {subject}." for subject in SUBJECTS]
     encoded = [engine.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]

@@ -20,8 +20,9 @@ def dot_product_attention(
 ) -> torch.Tensor:
     """Attend; see `torch.nn.functional.scaled_dot_product_attention`.
 
-    A reference has to be right before it is fast: on an H200 one of torch 2.11's fused kernels gave
-    a wrong last row for 129 queries and 450 keys under a mask. On CPUs torch is free to choose.
+    A reference has to be right before it is fast: torch 2.11's memory-efficient kernel gives a
+    wrong last row on an H200, under a mask, for 64 n + 1 queries (n > 0) and keys expanded over
+    heads. On CPUs torch is free to choose.
     Shapes: query [..., T, D], keys [..., C, D], values [..., C, V], mask [..., T, C] -> [..., T,
       V].
     """
