@@ -1,6 +1,7 @@
 """Time whole mixed steps of prompts: input preparation, all layers, head and sampling.
 
 Run: python bench/prefill.py --models llama-3.1-8b --prompts 1x512,1x1024,1x2048,8x1024,1x8192
+`1x1024+80x1536` is a prompt of 1,024 tokens beside 80 rows that decode after 1,536.
 On a GPU the step is captured in a graph for timing, so that the host's launches are left out;
 `launched_ms` among the conditions is the step as it is served, with them.
 """
@@ -11,6 +12,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from treadle.bench.random_models import BenchEngine, build_engine  # noqa: E402
 from treadle.bench.rows import Row, conditions, with_goal  # noqa: E402
 from treadle.bench.timing import time_us  # noqa: E402
 from treadle.ir.cost import op_cost  # noqa: E402
+from treadle.kernels.schedule.machine import power_of_two  # noqa: E402
 from treadle.runtime import machine  # noqa: E402
 from treadle.runtime.config import KV_DTYPES  # noqa: E402
 from treadle.runtime.planner import bucket_dims  # noqa: E402
@@ -32,11 +35,43 @@ from treadle.runtime.roofs import best_seconds  # noqa: E402
 MATMUL_FLOPS_PER_S = 786e12  # measured on an H200: bf16 matmul
 
 
-def floor_ms(engine: BenchEngine, num_seqs: int, tokens: int) -> float:
+@dataclass(frozen=True)
+class Step:
+    """Say how many prompts of how many tokens, and how many rows that decode after how many."""
+
+    num_prompts: int
+    prompt_tokens: int
+    num_decode: int = 0
+    context_tokens: int = 0
+
+    @property
+    def num_seqs(self) -> int:
+        """The sequences of the step."""
+        return self.num_prompts + self.num_decode
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of the step."""
+        return self.num_prompts * self.prompt_tokens + self.num_decode
+
+    @property
+    def bucket(self) -> int:
+        """The bucket that serves it."""
+        return max(power_of_two(self.num_tokens), 16)
+
+
+def read_step(text: str) -> Step:
+    """Read `8x1024` or `1x1024+80x1536`."""
+    return Step(*(int(number) for part in text.split("+") for number in part.split("x")))
+
+
+def floor_ms(engine: BenchEngine, step: Step) -> float:
     """Give the time of the step's arithmetic alone; of a causal score half is computed."""
     trial = engine.trial
-    dims = bucket_dims(trial.engine, "mixed", num_seqs * tokens)
-    dims = {**dims, "C": tokens // 2, "B": num_seqs}
+    dims = bucket_dims(trial.engine, "mixed", step.bucket)
+    seen = step.num_prompts * step.prompt_tokens * step.prompt_tokens // 2
+    seen += step.num_decode * (step.context_tokens + 1)
+    dims = {**dims, "T": step.num_tokens, "C": seen // step.num_tokens, "B": step.num_seqs}
     graph = trial.graphs["mixed"]
     return 1e3 * sum(op_cost(op, graph, dims).flops for op in graph.ops) / MATMUL_FLOPS_PER_S
 
@@ -47,15 +82,14 @@ def case_of(name: str, text: str, kv_dtype: str) -> str:
 
 
 def measure(name: str, text: str, asked: argparse.Namespace) -> Iterator[Row]:
-    """Time a step of whole prompts, of which `text` says how many of how many tokens: `8x1024`."""
-    num_seqs, tokens = map(int, text.split("x"))
+    """Time a step of whole prompts, and of rows that decode, as `text` has it."""
+    sizes = read_step(text)
     device = machine.device_of(asked.target)
-    total = num_seqs * tokens
-    bucket = max(total, 16)
+    total, bucket = sizes.num_tokens, sizes.bucket
     engine = build_engine(
         name,
-        max_rows=num_seqs,
-        window=tokens + asked.page_size,
+        max_rows=sizes.num_seqs,
+        window=max(sizes.prompt_tokens, sizes.context_tokens + 1) + asked.page_size,
         max_step_tokens=bucket,
         target=asked.target,
         dtype=asked.dtype,
@@ -64,15 +98,18 @@ def measure(name: str, text: str, asked: argparse.Namespace) -> Iterator[Row]:
         num_layers=asked.layers,
         only=("mixed", bucket),
     )
-    engine.trial.fill_prompts(num_seqs, tokens)
+    engine.trial.fill_prompts(
+        sizes.num_prompts, sizes.prompt_tokens, sizes.num_decode, sizes.context_tokens
+    )
     program = engine.programs["mixed", bucket]
     length = engine.trial.state.tensors["length"]
+    lengths = length.clone()
 
     def step() -> object:
-        return program.run(total, num_seqs)
+        return program.run(total, sizes.num_seqs)
 
     launched_ms = 1e3 * best_seconds(step, device, rounds=min(asked.rounds, 5))
-    spread = time_us(step, device, asked.rounds, before=lambda: length.fill_(tokens))
+    spread = time_us(step, device, asked.rounds, before=lambda: length.copy_(lengths))
     assert bool(torch.isfinite(program.values["logits"]).all()), "logits are not finite"
     case = case_of(name, text, asked.kv_dtype)
     goal, peers = with_goal("prefill", case)
@@ -85,7 +122,7 @@ def measure(name: str, text: str, asked: argparse.Namespace) -> Iterator[Row]:
         p90=spread.high / 1e3,
         tokens_per_s=total / spread.us * 1e6,
     )
-    floor = floor_ms(engine, num_seqs, tokens)
+    floor = floor_ms(engine, sizes)
     yield Row("prefill", case, spread.us / 1e3, "ms", "lower", goal, floor, peers, stated)
 
 

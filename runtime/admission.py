@@ -108,7 +108,9 @@ class Admission:
         `available`: pages that can be handed out. `claimed`: those that all unfinished requests,
         waiting ones too, would have if each went on to its limit.
         """
-        if newcomer.end_is_known and claimed > self.num_pages:
+        if claimed <= self.num_pages:
+            return 0  # no forecast can be more than that: those that end give their pages back
+        if newcomer.end_is_known:
             held = self.num_pages - available + newcomer.new_pages
             turn = self._find_turn(newcomer, step)
             if turn and held > self.num_pages * _UNPACED_SHARE:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -73,6 +74,9 @@ Allocating = AbstractContextManager[object]
 Programs = Mapping[tuple[str, int], ReferenceProgram | TritonProgram]
 
 CPU_POOL_BYTES = 2 * 2**30
+# Rows that decode beside prompts cost more than a step of their own, which reads the weights again,
+# from where their keys and values are a third of the weights' bytes (8B on an H200, bf16 to int4).
+MIXED_SHARE = 1 / 3
 GPU_RESERVE_BYTES = 3 * 2**30  # for graphs, cuBLAS-free workspace and what torch holds back
 
 
@@ -394,6 +398,7 @@ def load_model(
         max_waiting=options.max_waiting,
         max_in_flight=2 if config.target == "cuda" else 1,
         quantises_pages=bool(config.kv_format),
+        max_mixed_context_tokens=_count_mixed_context(loaded),
     )
     summary = {
         "model": f"{manifest.model_name} ({manifest.model_architecture}, {config.dtype})",
@@ -538,6 +543,14 @@ def decide_pages(
             remedy=f"Compile with --max-context-tokens {fits} or less.",
         )
     return int(min(pages, most))
+
+
+def _count_mixed_context(loaded: LoadedArtifact) -> float:
+    """Give how many tokens of context may be decoded in a step with prompts; see `Scheduler`."""
+    if loaded.engine.target != "cuda":
+        return math.inf
+    token_bytes = loaded.state.page_bytes / loaded.engine.page_size
+    return MIXED_SHARE * loaded.weight_bytes / token_bytes
 
 
 def check_host_memory(num_bytes: int) -> None:

@@ -10,6 +10,7 @@ arrays with an entry per row, so that one pass over these finds the few.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -165,6 +166,9 @@ class Decodes:
         self.token_ids = [sequence.token_ids for sequence in sequences]
 
 
+_NO_DECODES = Decodes((), np.zeros(0, np.int64))
+
+
 class StepPlan:
     """One step: decode slices first, then chunks of prompts. Immutable; made by the scheduler.
 
@@ -282,6 +286,10 @@ class Scheduler:
     the same the youngest sequence loses its pages, returns to the front of the queue with the
     tokens it has, and is computed again later; the oldest always advances.
 
+    Rows that decode share a step with prompts while they have at most `max_mixed_context_tokens` of
+    context together. With more, steps of prompts alone and of decodes alone take turns: kernels for
+    prompts read a row's context slower than those for decodes do.
+
     With `quantises_pages` the token of a scored prompt that fills a page has a step without others
     of its prompt: it makes codes of those before it and leaves the row's open page to those after.
 
@@ -299,6 +307,7 @@ class Scheduler:
         max_waiting: int = 1024,
         max_in_flight: int = 2,
         quantises_pages: bool = False,
+        max_mixed_context_tokens: float = math.inf,
     ) -> None:
         limits = {
             "max_rows": (max_rows, 1),
@@ -322,6 +331,7 @@ class Scheduler:
         self.max_waiting = max_waiting
         self.max_in_flight = max_in_flight
         self.quantises_pages = quantises_pages
+        self.max_mixed_context_tokens = max_mixed_context_tokens
         self.eos_token_ids = frozenset(eos_token_ids)
         self._ends = self.eos_token_ids | _NO_TOKENS
         self.steps_total = 0
@@ -347,6 +357,7 @@ class Scheduler:
         self._decodes = Decodes((), np.zeros(0, np.int64))  # the last plan's
         self._rows: tuple[int, ...] = ()  # the last plan's
         self._is_steady = False  # whether the last plan was decode only
+        self._left_decodes_out = False  # whether it had prompts in place of decodes
 
     @property
     def num_running(self) -> int:
@@ -472,19 +483,21 @@ class Scheduler:
             skipped.append(index)  # it has no token for now, or its last is being computed
         decodes = self._group_decodes(skipped)
         starts = arrays.positions[decodes.rows]
+        chunks: list[Slice] = []
+        new_rows: list[int] = []
+        takes_turns = self._takes_turns(starts, prefills)
+        if takes_turns and not self._left_decodes_out:
+            self._plan_prompts(self.max_step_tokens, prefills, chunks, new_rows, updates)
+            if chunks:
+                decodes, starts = _NO_DECODES, starts[:0]
         arrays.positions[decodes.rows] = starts + 1
         arrays.last_steps[decodes.rows] = step
-        budget = self.max_step_tokens - len(starts)
-        self._spare_slices = self.max_rows - len(self._running)
-        chunks: list[Slice] = []
-        for sequence in prefills:
-            if budget > 0:
-                budget -= self._plan_chunk(sequence, budget, chunks)
-        new_rows: list[int] = []
-        if self._waiting:
-            self._admit_waiting(budget, chunks, new_rows, updates)
+        if not takes_turns:
+            budget = self.max_step_tokens - len(starts)
+            self._plan_prompts(budget, prefills, chunks, new_rows, updates)
         if not decodes.sequences and not chunks:
             return None
+        self._left_decodes_out = takes_turns and bool(chunks)
         # Only now, so that no slice of this step reads what another one is to write.
         for chunk in chunks:
             arrays.last_steps[chunk.row] = step
@@ -746,6 +759,28 @@ class Scheduler:
         if sequence.constraint is not None:
             halt = min(halt, decided)
         self._arrays.halts[sequence.row] = halt
+
+    def _takes_turns(self, starts: np.ndarray, prefills: list[SequenceState]) -> bool:
+        """Say whether these decodes are too much to share a step with the prompts there are."""
+        if not prefills and not self._waiting:
+            return False
+        return bool(starts.sum() > self.max_mixed_context_tokens)
+
+    def _plan_prompts(
+        self,
+        budget: int,
+        prefills: list[SequenceState],
+        chunks: list[Slice],
+        new_rows: list[int],
+        updates: list[tuple[int, int, int]],
+    ) -> None:
+        """Plan pieces of prompts, those that run first, of `budget` tokens in all."""
+        self._spare_slices = self.max_rows - len(self._running)
+        for sequence in prefills:
+            if budget > 0:
+                budget -= self._plan_chunk(sequence, budget, chunks)
+        if self._waiting:
+            self._admit_waiting(budget, chunks, new_rows, updates)
 
     def _plan_chunk(self, sequence: SequenceState, budget: int, chunks: list[Slice]) -> int:
         start = sequence.scheduled_tokens

@@ -82,25 +82,29 @@ class DeviceState:
         rows.fill_(PADDING_ROW)
         rows[:num_seqs] = torch.arange(num_seqs, dtype=rows.dtype)
 
-    def write_prompts(self, prompts: Sequence[Sequence[int]]) -> tuple[int, int]:
-        """Write a mixed step of whole prompts, one a row; give its tokens and sequences.
+    def write_prompts(
+        self, prompts: Sequence[Sequence[int]], earlier: Sequence[int] = ()
+    ) -> tuple[int, int]:
+        """Write a mixed step of prompts, one a row; give its tokens and sequences.
 
-        The rows' pages are left as they are.
+        Before them come rows that decode: one token each, after so many `earlier` ones. The rows'
+        pages are left as they are.
         """
         inputs: dict[str, list[int]] = {name: [] for name in PACKED_INPUTS}
         inputs["query_start"].append(0)
-        for row, prompt in enumerate(prompts):
-            count = len(prompt)
-            inputs["token_ids"] += prompt
-            inputs["positions"] += range(count)
+        rows = [(first, [0]) for first in earlier] + [(0, list(prompt)) for prompt in prompts]
+        for row, (first, tokens) in enumerate(rows):
+            count = len(tokens)
+            inputs["token_ids"] += tokens
+            inputs["positions"] += range(first, first + count)
             inputs["token_seq"] += [row] * count
             inputs["query_start"].append(inputs["query_start"][-1] + count)
-            inputs["context_lens"].append(count)
+            inputs["context_lens"].append(first + count)
             inputs["sample_index"].append(inputs["query_start"][-1] - 1)
             inputs["seq_rows"].append(row)
         for name, values in {**inputs, "length": inputs["context_lens"]}.items():
             self.tensors[name][: len(values)] = torch.tensor(values, dtype=torch.int32)
-        return inputs["query_start"][-1], len(prompts)
+        return inputs["query_start"][-1], len(rows)
 
 
 def cache_values(graph: Graph) -> tuple[Value, ...]:

@@ -62,10 +62,13 @@ class Trial:
         state.write_decode(num_seqs)
         state.fill_caches()
 
-    def fill_prompts(self, num_seqs: int, prompt_tokens: int) -> None:
-        """Write a mixed step of whole prompts of random tokens."""
-        self.fill(num_seqs, prompt_tokens)
-        self.state.write_prompts(torch.randint(0, 256, (num_seqs, prompt_tokens)).tolist())
+    def fill_prompts(
+        self, num_seqs: int, prompt_tokens: int, decoding: int = 0, context_tokens: int = 0
+    ) -> None:
+        """Write a mixed step of whole prompts of random tokens, beside rows that decode."""
+        self.fill(decoding + num_seqs, max(prompt_tokens, context_tokens))
+        prompts = torch.randint(0, 256, (num_seqs, prompt_tokens)).tolist()
+        self.state.write_prompts(prompts, [context_tokens] * decoding)
 
 
 class Replayable(Protocol):

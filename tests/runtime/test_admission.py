@@ -81,7 +81,7 @@ def find_wait(admission: Admission, newcomer: Newcomer, positions: list[int], **
     count = len(positions)
     now = np.array(positions)
     running = Running(np.arange(count), now, -(-now // 10) * 10, np.full(count, 1000))
-    return admission.find_wait(newcomer, running, **{"claimed": 0, "step": 0, **what})
+    return admission.find_wait(newcomer, running, **{"claimed": 1000, "step": 0, **what})
 
 
 def test_shared_pages_are_nobody_s_to_give_back() -> None:
@@ -91,7 +91,7 @@ def test_shared_pages_are_nobody_s_to_give_back() -> None:
         running = Newcomer(500, 510, new_pages, end_is_known=True)
         admission.note_start(0, running, prompt_tokens=500, step=0)
         now = Running(np.array([0]), np.array([500]), np.array([500]), np.array([510]))
-        wait = admission.find_wait(newcomer, now, available=16, claimed=0, step=0)
+        wait = admission.find_wait(newcomer, now, available=16, claimed=101, step=0)
         # It needs 20 pages in the end: 16 are there, and the other one's may come back before.
         assert (wait > 0) == shared
 
@@ -150,6 +150,17 @@ def test_known_ends_that_would_fall_together_are_kept_a_turn_apart() -> None:
     assert admission.find_wait(first, now, step=0, available=190, claimed=1000) == 0
     longer = first._replace(last_position=104)
     assert admission.find_wait(longer, now, step=0, **contended) == 0
+
+
+def test_what_can_only_fit_starts_at_once() -> None:
+    newcomer = Newcomer(100, 200, 10, end_is_known=True)
+    # Five of 20 pages each in the end: a forecast allows for halves of pages and for chance.
+    admission = make_admission()
+    for row in range(4):
+        admission.note_start(row, newcomer, prompt_tokens=100, step=0)
+    now = Running(np.arange(4), *(np.full(4, tokens) for tokens in (100, 100, 200)))
+    assert admission.find_wait(newcomer, now, available=60, claimed=101, step=0) > 0
+    assert admission.find_wait(newcomer, now, available=60, claimed=100, step=0) == 0
 
 
 # --- The scheduler with it

@@ -9,6 +9,7 @@ flight are run, or just before the plan's own step.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -193,6 +194,7 @@ class Bench:
         copies_early: bool = False,
         is_worth_fetching: Callable[..., bool] = lambda *what: True,
         looks_ahead: bool = True,
+        max_mixed_context_tokens: float = math.inf,
     ) -> None:
         self.host: HostPages | None = None
         if num_host_pages:
@@ -207,6 +209,7 @@ class Bench:
             max_waiting=max_waiting,
             max_in_flight=max_in_flight,
             eos_token_ids=[EOS],
+            max_mixed_context_tokens=max_mixed_context_tokens,
         )
         if not looks_ahead:  # admit what has pages for its prompt, so that others are preempted
             self.scheduler.admission.find_wait = lambda *what, **more: 0  # type: ignore[method-assign]
@@ -393,6 +396,49 @@ def test_decodes_come_first_and_a_prompt_gets_what_the_budget_leaves(rng: random
     assert plan is not None
     assert plan.is_decode_only
     bench.complete()
+    bench.run_until_idle()
+
+
+def test_decodes_of_much_context_take_turns_with_prompts(rng: random.Random) -> None:
+    bench = Bench(max_step_tokens=10, max_in_flight=1, max_mixed_context_tokens=20)
+    first, second = (bench.add(random_prompt(rng, 5), max_tokens=40, ignore_eos=True) for _ in "ab")
+    while first.scheduled_tokens < 10:
+        bench.step()
+    assert second.scheduled_tokens == 10
+    late = bench.add(random_prompt(rng, 18), max_tokens=2, ignore_eos=True)
+    shared = bench.schedule()
+    assert shared is not None
+    assert (shared.num_decode, len(shared.chunks)) == (2, 1), "20 tokens are not too many"
+    bench.complete()
+    planned = []
+    while late.scheduled_tokens < 18:
+        plan = bench.schedule()
+        assert plan is not None
+        planned.append((plan.num_decode, [(each.start, each.stop) for each in plan.chunks]))
+        bench.complete()
+    assert planned == [(0, [(8, 18)])]
+    plan = bench.schedule()
+    assert plan is not None
+    assert (plan.num_decode, plan.chunks) == (3, ())
+    bench.run_until_idle()
+
+
+def test_neither_a_long_prompt_nor_decodes_of_much_context_wait_for_the_other(
+    rng: random.Random,
+) -> None:
+    bench = Bench(max_step_tokens=8, max_in_flight=1, max_mixed_context_tokens=0)
+    first = bench.add(random_prompt(rng, 8), max_tokens=20, ignore_eos=True)
+    bench.step()
+    late = bench.add(random_prompt(rng, 24), max_tokens=5, ignore_eos=True)
+    kinds = []
+    while late.scheduled_tokens < 24:
+        plan = bench.schedule()
+        assert plan is not None
+        kinds.append("decode" if plan.is_decode_only else "prompt")
+        assert plan.is_decode_only or not plan.num_decode
+        bench.complete()
+    assert kinds == ["prompt", "decode", "prompt", "decode", "prompt"]
+    assert first.num_generated == 3
     bench.run_until_idle()
 
 
@@ -1137,6 +1183,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         copies_early=st.booleans(),
         fetches=st.sampled_from(["always", "at times", "never"]),
         looks_ahead=st.booleans(),
+        max_mixed_context_tokens=st.sampled_from([0, 15, math.inf]),
         seed=st.integers(0, 2**16),
     )
     def start(
@@ -1154,6 +1201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         copies_early: bool,
         fetches: str,
         looks_ahead: bool,
+        max_mixed_context_tokens: float,
         seed: int,
     ) -> None:
         rng = random.Random(seed)
@@ -1173,6 +1221,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 fetches == "always" or (fetches == "at times" and rng.random() < 0.5)
             ),
             looks_ahead=looks_ahead,
+            max_mixed_context_tokens=max_mixed_context_tokens,
         )
         self.prompts = [random_prompt(rng, 40) for _ in range(2)]
 
