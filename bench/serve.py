@@ -105,6 +105,7 @@ async def send_all(
     server: Server,
     model: str,
     vocab_size: int,
+    case: str,
     shape: str,
     requests: int,
     rate: float = 0.0,
@@ -112,10 +113,11 @@ async def send_all(
 ) -> tuple[float, list[Answer]]:
     """Send requests at a rate per second, or so many at a time; give the seconds and answers."""
     lengths = workloads.draw_lengths(shape, requests)
-    prompts = [
-        " ".join(f"t{token}" for token in workloads.draw_prompt(length.prompt, vocab_size, number))
+    drawn = (
+        workloads.draw_prompt(length.prompt, vocab_size, number, case)
         for number, length in enumerate(lengths)
-    ]
+    )
+    prompts = [" ".join(f"t{token}" for token in tokens) for tokens in drawn]
     chance = random.Random(workloads.SEED)
     gate = asyncio.Semaphore(concurrency or requests)
     timeout = aiohttp.ClientTimeout(total=None)
@@ -244,8 +246,8 @@ def measure(
 ) -> Iterator[Row]:
     """Play one case, after a request that warms the way."""
     vocab_size = int(str(CONFIGS[model]["vocab_size"]))
-    asyncio.run(send_all(server, name, vocab_size, "8x2", 1))
-    seconds, answers = asyncio.run(send_all(server, name, vocab_size, shape, **load))
+    asyncio.run(send_all(server, name, vocab_size, "first use", "8x2", 1))
+    seconds, answers = asyncio.run(send_all(server, name, vocab_size, case, shape, **load))
     yield from to_rows(case, seconds, answers, stated)
 
 

@@ -1,11 +1,11 @@
 """Measure offline throughput through the real engine: scheduler, pages, sampling, text.
 
 Run: python bench/throughput.py --model llama-3.1-8b --shapes 1024x1024,128x2048,2048x128,mix
-Each case keeps `concurrency` requests running until all are done. Prompts are random tokens, so the
-prefix cache finds nothing; no token ends an answer early. `mix` are lengths as in conversations,
-see `workloads.py`. `--peers` first plays the same requests through transformers, in a process of
-its own (`baselines.py`); `--kv-memory` and `--kv-dtypes` repeat all cases with a KV cache of each
-size and of each dtype.
+Each case keeps `concurrency` requests running until all are done. Prompts are random tokens, other
+ones in each case, so the prefix cache finds nothing; no token ends an answer early. `mix` are
+lengths as in conversations, see `workloads.py`. `--peers` first plays requests of the same lengths
+through transformers, in a process of its own (`baselines.py`); `--kv-memory` and `--kv-dtypes`
+repeat all cases with a KV cache of each size and of each dtype.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Outcome:
 
 
 async def submit_all(
-    engine: Engine, shape: str, concurrency: int, requests: int
+    engine: Engine, case: str, shape: str, concurrency: int, requests: int
 ) -> tuple[float, list[Outcome]]:
     """Run all requests, so many at a time; give the seconds of the whole and each one's."""
     gate = asyncio.Semaphore(concurrency)
     lengths = workloads.draw_lengths(shape, requests)
     prompts = [
-        workloads.draw_prompt(length.prompt, engine.vocab_size, number)
+        workloads.draw_prompt(length.prompt, engine.vocab_size, number, case)
         for number, length in enumerate(lengths)
     ]
 
@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(engine.model.summary["start-up"], flush=True)
                 try:
                     # What is made at first use is made now.
-                    runner.run(submit_all(engine, "8x2", 1, 1))
+                    runner.run(submit_all(engine, "first use", "8x2", 1, 1))
                     of_all = asked, stated, peers
                     cases = [
                         (case, partial(measure, runner, engine, case, shape, count, *of_all))
@@ -185,7 +185,7 @@ def measure(
     """Play one case through the engine."""
     requests = asked.requests or 2 * concurrency
     before = engine.stats().preemptions_total
-    seconds, outcomes = runner.run(submit_all(engine, shape, concurrency, requests))
+    seconds, outcomes = runner.run(submit_all(engine, case, shape, concurrency, requests))
     pool = engine.model.summary["KV cache"]
     more = {"kv_cache": pool, "preemptions": engine.stats().preemptions_total - before}
     known = peers.get(f"{workloads.title(shape)} concurrency {concurrency}", {})

@@ -45,9 +45,12 @@ def longest(shape: str) -> Lengths:
     return Lengths(MIX_MOST, MIX_MOST) if shape == MIX else _fixed(shape)
 
 
-def draw_prompt(length: int, vocab_size: int, number: int, seed: int = SEED) -> list[int]:
-    """Draw the tokens of a prompt: of no two requests the same, so that no prefix is shared."""
-    chance = random.Random(f"{seed} {number} {length}")
+def draw_prompt(length: int, vocab_size: int, number: int, case: str = "") -> list[int]:
+    """Draw the tokens of a prompt: of no two requests the same, so that no prefix is shared.
+
+    Cases that one engine plays must differ too: it may still hold what the last one asked for.
+    """
+    chance = random.Random(f"{SEED} {case} {number} {length}")
     return [chance.randrange(vocab_size) for _ in range(length)]
 
 

@@ -220,7 +220,17 @@ def test_the_mix_is_drawn_again_the_same_and_as_long_as_it_says() -> None:
     most = workloads.longest(workloads.MIX)
     assert max(length.prompt for length in drawn) <= most.prompt
     assert max(length.output for length in drawn) <= most.output
-    assert workloads.draw_prompt(40, 320, 0) != workloads.draw_prompt(40, 320, 1)
+
+
+def test_no_two_prompts_begin_alike_nor_do_those_of_two_cases() -> None:
+    drawn = [
+        workloads.draw_prompt(length, 320, number, case)
+        for length in (40, 41)
+        for number in range(2)
+        for case in ("concurrency 8", "concurrency 64")
+    ]
+    assert len({tuple(tokens[:8]) for tokens in drawn}) == len(drawn)
+    assert drawn[0] == workloads.draw_prompt(40, 320, 0, "concurrency 8")
 
 
 def test_what_clients_saw_is_told_in_percentiles() -> None:
