@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -398,7 +397,7 @@ def load_model(
         max_waiting=options.max_waiting,
         max_in_flight=2 if config.target == "cuda" else 1,
         quantises_pages=bool(config.kv_format),
-        max_mixed_context_tokens=_count_mixed_context(loaded),
+        **_limit_mixed_steps(loaded),
     )
     summary = {
         "model": f"{manifest.model_name} ({manifest.model_architecture}, {config.dtype})",
@@ -545,12 +544,19 @@ def decide_pages(
     return int(min(pages, most))
 
 
-def _count_mixed_context(loaded: LoadedArtifact) -> float:
-    """Give how many tokens of context may be decoded in a step with prompts; see `Scheduler`."""
+def _limit_mixed_steps(loaded: LoadedArtifact) -> dict[str, int]:
+    """Say how much context may be decoded in a step with prompts; see `Scheduler`."""
     if loaded.engine.target != "cuda":
-        return math.inf
-    token_bytes = loaded.state.page_bytes / loaded.engine.page_size
-    return MIXED_SHARE * loaded.weight_bytes / token_bytes
+        return {}
+    state = loaded.state
+    token_bytes = state.page_bytes / loaded.engine.page_size
+    num_heads = min(cache[0].shape[1] for cache in state.caches.values())
+    processors = torch.cuda.get_device_properties(state.packed.device).multi_processor_count
+    return {
+        "max_mixed_context_tokens": int(MIXED_SHARE * loaded.weight_bytes / token_bytes),
+        # A program of its own, on a multiprocessor, for each KV head of a row.
+        "rows_at_once": max(1, processors // num_heads),
+    }
 
 
 def check_host_memory(num_bytes: int) -> None:

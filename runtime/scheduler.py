@@ -287,8 +287,9 @@ class Scheduler:
     tokens it has, and is computed again later; the oldest always advances.
 
     Rows that decode share a step with prompts while they have at most `max_mixed_context_tokens` of
-    context together. With more, steps of prompts alone and of decodes alone take turns: kernels for
-    prompts read a row's context slower than those for decodes do.
+    context together, or would have if `rows_at_once` were as long as the longest. With more, steps
+    of prompts alone and of decodes alone take turns: kernels for prompts read the contexts of so
+    many rows at a time, and each of them slower than kernels for decodes do.
 
     With `quantises_pages` the token of a scored prompt that fills a page has a step without others
     of its prompt: it makes codes of those before it and leaves the row's open page to those after.
@@ -308,6 +309,7 @@ class Scheduler:
         max_in_flight: int = 2,
         quantises_pages: bool = False,
         max_mixed_context_tokens: float = math.inf,
+        rows_at_once: int = 1,
     ) -> None:
         limits = {
             "max_rows": (max_rows, 1),
@@ -316,6 +318,7 @@ class Scheduler:
             "max_model_len": (max_model_len, 2),
             "max_waiting": (max_waiting, 1),
             "max_in_flight": (max_in_flight, 1),
+            "rows_at_once": (rows_at_once, 1),
         }
         for name, (value, least) in limits.items():
             if value < least:
@@ -332,6 +335,7 @@ class Scheduler:
         self.max_in_flight = max_in_flight
         self.quantises_pages = quantises_pages
         self.max_mixed_context_tokens = max_mixed_context_tokens
+        self.rows_at_once = rows_at_once
         self.eos_token_ids = frozenset(eos_token_ids)
         self._ends = self.eos_token_ids | _NO_TOKENS
         self.steps_total = 0
@@ -762,9 +766,10 @@ class Scheduler:
 
     def _takes_turns(self, starts: np.ndarray, prefills: list[SequenceState]) -> bool:
         """Say whether these decodes are too much to share a step with the prompts there are."""
-        if not prefills and not self._waiting:
+        if not len(starts) or not (prefills or self._waiting):
             return False
-        return bool(starts.sum() > self.max_mixed_context_tokens)
+        tokens = max(starts.sum(), starts.max() * self.rows_at_once)
+        return bool(tokens > self.max_mixed_context_tokens)
 
     def _plan_prompts(
         self,

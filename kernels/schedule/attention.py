@@ -26,8 +26,7 @@ def attention_decode_schedules(
         yield _attention_decode(64, 2, 64, 4, 1)
         return
     programs = dims["B"] * num_kv_heads
-    longest = power_of_two(-(-dims["C"] // 128))
-    splits = max(1, min(power_of_two(4 * NUM_MULTIPROCESSORS // programs), longest, 64))
+    splits = _count_splits(programs, dims["C"])
     if programs <= NUM_MULTIPROCESSORS // 4:
         shapes = [(64, 4, 3), (32, 1, 5), (64, 2, 3), (32, 2, 5), (32, 4, 3)]
         small = []
@@ -55,6 +54,17 @@ def attention_decode_schedules(
         for number, chunk in ((4, 512), (8, 1024), (16, 1024)):
             for warps, stages in ((4, 3), (4, 2)):
                 yield _attention_decode(64, number, chunk, warps, stages, use_pdl=use_pdl)
+
+
+def _count_splits(programs: int, longest_tokens: int) -> int:
+    """Give the splits of a sequence where so many programs would do without.
+
+    Four programs a multiprocessor, of 128 tokens and more. Up to 16 splits are combined in one
+    round; more only where one for each multiprocessor takes them.
+    """
+    enough = power_of_two(4 * NUM_MULTIPROCESSORS // programs)
+    worth_combining = max(16, min(power_of_two(NUM_MULTIPROCESSORS // programs), 64))
+    return max(1, min(enough, power_of_two(-(-longest_tokens // 128)), worth_combining))
 
 
 def rope_attention_decode_schedules(
@@ -128,8 +138,7 @@ def attention_decode_quantised_schedules(
         yield _quantised_decode(tile, kv_format, machine)
         return
     programs = dims["B"] * num_kv_heads
-    longest = power_of_two(-(-dims["C"] // 128))
-    splits = max(1, min(power_of_two(4 * NUM_MULTIPROCESSORS // programs), longest, 64))
+    splits = _count_splits(programs, dims["C"])
     # Two tiles in flight leave room for most programs. By what a tile takes of instructions: int4,
     # which is bound by them, likes a warp by itself.
     shapes = [(64, 2, 3), (32, 1, 4), (32, 2, 3), (64, 2, 4), (64, 4, 3), (64, 2, 2), (32, 1, 3)]

@@ -195,6 +195,7 @@ class Bench:
         is_worth_fetching: Callable[..., bool] = lambda *what: True,
         looks_ahead: bool = True,
         max_mixed_context_tokens: float = math.inf,
+        rows_at_once: int = 1,
     ) -> None:
         self.host: HostPages | None = None
         if num_host_pages:
@@ -210,6 +211,7 @@ class Bench:
             max_in_flight=max_in_flight,
             eos_token_ids=[EOS],
             max_mixed_context_tokens=max_mixed_context_tokens,
+            rows_at_once=rows_at_once,
         )
         if not looks_ahead:  # admit what has pages for its prompt, so that others are preempted
             self.scheduler.admission.find_wait = lambda *what, **more: 0  # type: ignore[method-assign]
@@ -420,6 +422,20 @@ def test_decodes_of_much_context_take_turns_with_prompts(rng: random.Random) -> 
     plan = bench.schedule()
     assert plan is not None
     assert (plan.num_decode, plan.chunks) == (3, ())
+    bench.run_until_idle()
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 4])
+def test_one_long_decode_counts_as_all_that_are_read_at_a_time(
+    rows_at_once: int, rng: random.Random
+) -> None:
+    bench = Bench(max_in_flight=1, max_mixed_context_tokens=40, rows_at_once=rows_at_once)
+    bench.add(random_prompt(rng, 20), max_tokens=9, ignore_eos=True)
+    bench.step()
+    bench.add(random_prompt(rng, 3), max_tokens=2, ignore_eos=True)
+    plan = bench.schedule()
+    assert plan is not None
+    assert (plan.num_decode, len(plan.chunks)) == (0 if rows_at_once == 4 else 1, 1)
     bench.run_until_idle()
 
 
@@ -1024,6 +1040,7 @@ def test_a_full_queue_refuses_and_recovers(rng: random.Random) -> None:
         {"max_model_len": 1},
         {"max_waiting": 0},
         {"max_in_flight": 0},
+        {"rows_at_once": 0},
     ],
 )
 def test_impossible_limits_are_refused(limits: dict[str, int]) -> None:
