@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from treadle.ir.errors import SpecError
@@ -80,7 +81,7 @@ class _Parts:
     inputs: list[Value] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
-    values: list[Value] = field(default_factory=list)
+    values: dict[Value, None] = field(default_factory=dict)  # in order, each once
     outputs: tuple[str, ...] = ()
 
 
@@ -114,10 +115,8 @@ def parse_graph(text: str) -> Graph:
         else:
             raise SpecError(f"This line of a graph can't be read: `{line}`.")
     name = lines[0].removeprefix("graph ").removesuffix(" {")
-    values = tuple(dict.fromkeys(parts.values))
-    return Graph(
-        name, tuple(parts.inputs), tuple(parts.weights), tuple(parts.ops), parts.outputs, values
-    )
+    inputs, weights, ops = tuple(parts.inputs), tuple(parts.weights), tuple(parts.ops)
+    return Graph(name, inputs, weights, ops, parts.outputs, tuple(parts.values))
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -126,14 +125,18 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _results(text: str | None, parts: _Parts) -> tuple[str, ...]:
     found = [Value(name, parse_type(type_)) for name, type_ in _RESULT.findall(text or "")]
-    parts.values += [value for value in found if value not in parts.values]
+    parts.values.update(dict.fromkeys(found))
     return tuple(value.name for value in found)
 
 
 def _parse_op(found: re.Match[str], parts: _Parts) -> Op:
-    _, named = _parse_arguments(found[4] or "")
-    params = make_params(found[2], named)
+    params = _parse_params(found[2], found[4] or "")
     return Op(found[2], _names(found[3]), _results(found[1], parts), params)
+
+
+@lru_cache(maxsize=1024)  # layers repeat their ops
+def _parse_params(kind: str, text: str) -> Any:
+    return make_params(kind, _parse_arguments(text)[1])
 
 
 def _parse_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:

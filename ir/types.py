@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from treadle.ir.dims import Dim, R, bind, parse_dim
 from treadle.ir.errors import ShapeError
@@ -132,6 +133,7 @@ class TensorType:
         return TensorType(shape, self.dtype)
 
 
+@lru_cache(maxsize=1024)  # layers repeat their types
 def parse_type(text: str) -> TensorType:
     """Read a type as `str()` writes it."""
     found = _PATTERN.match(text.strip())

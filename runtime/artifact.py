@@ -19,7 +19,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -144,25 +144,34 @@ def read_manifest(path: Path) -> Manifest:
         ) from error
 
 
-def open_artifact(path: Path) -> Artifact:
+def open_artifact(path: Path, *, later: str = "") -> Artifact:
     """Open an artifact and check every file against the manifest.
 
-    Raises: ArtifactError: see `read_manifest`; or a file is missing or was changed.
+    Those in the folder `later` are left to who reads them, who calls `check_files`.
+    Raises: ArtifactError: see `read_manifest` and `check_files`.
     """
-    manifest = read_manifest(path)
-    for name, digest in manifest.files.items():
+    artifact = Artifact(path, read_manifest(path))
+    check_files(
+        artifact, [name for name in artifact.manifest.files if Path(name).parts[0] != later]
+    )
+    return artifact
+
+
+def check_files(artifact: Artifact, names: Iterable[str]) -> None:
+    """Check files against the manifest. Raises: ArtifactError: one is missing or was changed."""
+    path = artifact.path
+    for name in names:
         file = path / name
         if not file.is_file():
             raise ArtifactError(
                 f"{path} lacks `{name}`, which its manifest lists.",
                 remedy="The copy is incomplete: copy it again, or compile the model again.",
             )
-        if hash_file(file) != digest:
+        if hash_file(file) != artifact.manifest.files[name]:
             raise ArtifactError(
                 f"`{name}` in {path} was changed after the artifact was written.",
                 remedy="Compile the model again: that replaces it.",
             )
-    return Artifact(path, manifest)
 
 
 @contextmanager

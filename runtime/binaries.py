@@ -18,11 +18,13 @@ from treadle.ir.graph import Graph
 from treadle.ir.types import TensorType
 from treadle.kernels.cross_compile import Argument, Job, Outcome, compile_many
 from treadle.kernels.load import load_module
-from treadle.runtime.artifact import write_error
+from treadle.runtime.artifact import Artifact, check_files, write_error
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.planner import LaunchPlan, Plan, bucket_dims
 
 BINARIES = "binaries"
+# What Triton keeps of each stage of a compilation, and would read again with the kernel's binary.
+STAGE_TEXTS = ("*.source", "*.ir", "*.glir", "*.ttir", "*.ttgir", "*.llir", "*.ptx", "*.amdgcn")
 
 
 def launch_arguments(
@@ -101,18 +103,20 @@ def compile_binaries(
         yield outcome
 
 
-def install_binaries(artifact: Path, key: str) -> Path:
+def install_binaries(artifact: Artifact) -> Path:
     """Copy an artifact's binaries into the user's cache and give that Triton cache folder.
 
     Triton notes absolute paths in its cache and adds launchers to it, so it can neither run from an
-    artifact that was moved nor leave one unchanged. `key` names the artifact's content; what is
-    there already is used again.
-    Raises: MachineError: the cache can't be written.
+    artifact that was moved nor leave one unchanged. The key of the manifest names the artifact's
+    content: what is there already is used again.
+    Raises: ArtifactError: a binary is missing or was changed. MachineError: the cache can't be
+    written.
     """
-    folder = knobs.cache_dir() / BINARIES / key
+    folder = knobs.cache_dir() / BINARIES / artifact.manifest.key
     if not folder.is_dir():
+        check_files(artifact, [n for n in artifact.manifest.files if n.startswith(f"{BINARIES}/")])
         try:
-            _copy_binaries(artifact, folder)
+            _copy_binaries(artifact.path, folder)
         except OSError as error:
             raise write_error(folder, error) from error
     return folder
@@ -122,12 +126,15 @@ def _copy_binaries(artifact: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name[:16]}.", dir=folder.parent))
     try:
-        shutil.copytree(artifact / BINARIES, temporary, dirs_exist_ok=True)
+        unread = shutil.ignore_patterns(*STAGE_TEXTS)
+        shutil.copytree(artifact / BINARIES, temporary, dirs_exist_ok=True, ignore=unread)
         for group in temporary.rglob("__grp__*.json"):
             data = json.loads(group.read_text())
             home = folder / group.parent.relative_to(temporary)
             data["child_paths"] = {
-                name: str(home / Path(path).name) for name, path in data["child_paths"].items()
+                name: str(home / Path(path).name)
+                for name, path in data["child_paths"].items()
+                if (group.parent / Path(path).name).is_file()
             }
             group.write_text(json.dumps(data))
         try:

@@ -27,7 +27,7 @@ from treadle.ir.graph import Graph
 from treadle.ir.text import parse_graph
 from treadle.runtime import machine
 from treadle.runtime.artifact import TOKENIZER, Artifact, open_artifact
-from treadle.runtime.binaries import install_binaries
+from treadle.runtime.binaries import BINARIES, install_binaries
 from treadle.runtime.checkpoint import Checkpoint, open_checkpoint
 from treadle.runtime.config import WEIGHT_DTYPES, EngineConfig
 from treadle.runtime.engine import LoadedModel
@@ -192,7 +192,7 @@ def load_artifact(
     Raises: ArtifactError, CheckpointError: it does not fit. MachineError: too little memory.
     """
     begin("checking the artifact")
-    artifact = open_artifact(path)
+    artifact = open_artifact(path, later=BINARIES)  # which are read only to be installed
     config = artifact.engine(options.kv_dtype)
     check_weight_dtype(options.weight_dtype, config)
     checkpoint = open_checkpoint(
@@ -322,7 +322,7 @@ def _build_programs(
     begin("loading kernels")
     with ThreadPoolExecutor(1, thread_name_prefix="treadle-triton") as aside:
         if config.target == "cuda":
-            knobs.use_triton_cache(install_binaries(artifact.path, artifact.manifest.key))
+            knobs.use_triton_cache(install_binaries(artifact))
             # Before its first launch Triton hashes its own library, 0.3 s without Python's lock.
             hashing = aside.submit(triton_key)
         kernels = Kernels(artifact.path / "kernels")
