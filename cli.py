@@ -32,6 +32,7 @@ from treadle.ir import knobs
 from treadle.ir.errors import MachineError, TreadleError
 from treadle.runtime.artifact import is_artifact, read_manifest
 from treadle.runtime.config import AUTOTUNE, DTYPES, TARGETS, WEIGHT_DTYPES
+from treadle.runtime.machine import begin_context
 from treadle.runtime.process_age import process_age_s  # noqa: F401 -- it counts from here on
 from treadle.runtime.progress import MODES
 
@@ -59,17 +60,20 @@ def group() -> None:
     """
 
 
-def command(name: str, body: str, answer: str = "") -> Callable[[Declaration], click.Command]:
+def command(
+    name: str, body: str, answer: str = "", *, runs_model: bool = False
+) -> Callable[[Declaration], click.Command]:
     """Declare a command: the function's docstring is its help, `module:function` its body.
 
     `answer` names a function of the same parameters that is asked first, and loads in a moment: it
-    says whether it has answered, so that the body is not needed.
+    says whether it has answered, so that the body is not needed. One that `runs_model` will need
+    the GPU of the artifact that it is given.
     """
 
     def declare(declaration: Declaration) -> click.Command:
         @functools.wraps(declaration)
         def callback(**options: Any) -> None:
-            run_body(body, options, answer)
+            run_body(body, options, answer, runs_model=runs_model)
 
         callback.body = body  # type: ignore[attr-defined]
         return group.command(name)(callback)
@@ -77,9 +81,15 @@ def command(name: str, body: str, answer: str = "") -> Callable[[Declaration], c
     return declare
 
 
-def run_body(body: str, options: dict[str, Any], answer: str = "") -> None:
+def run_body(
+    body: str, options: dict[str, Any], answer: str = "", *, runs_model: bool = False
+) -> None:
     """Load a command's body and run it. Raises: MachineError: a library is not installed."""
-    _choose_interpreter(options)
+    target = _find_target(options)
+    if target == "interpret":
+        knobs.use_interpreter()  # Triton reads that on import
+    elif target == "cuda" and runs_model:
+        begin_context()  # meanwhile torch is imported
     try:
         if answer and _load(answer)(**options):
             return
@@ -111,16 +121,13 @@ def _load(path: str) -> Callable[..., Any]:
     return loaded
 
 
-def _choose_interpreter(options: dict[str, Any]) -> None:
-    """Switch to Triton's interpreter where the target asks for it: Triton reads that on import."""
-    target = options.get("target", "auto")
+def _find_target(options: dict[str, Any]) -> str:
+    """Give the target that is asked for, or that of the artifact; auto: neither says."""
+    target: str = options.get("target", "auto")
     source = Path(options.get("source", ""))
     if options.get("source") and is_artifact(source):
         target = read_manifest(source).target
-    if target == "auto":
-        target = knobs.target()
-    if target == "interpret":
-        knobs.use_interpreter()
+    return knobs.target() if target == "auto" else target
 
 
 class Size(click.ParamType):
@@ -432,7 +439,7 @@ def report_command() -> None:
     """
 
 
-@command("serve", "server.commands:run_serve")
+@command("serve", "server.commands:run_serve", runs_model=True)
 @click.argument("source", metavar="ARTIFACT|MODEL")
 @click.option("--host", default="127.0.0.1", help="0.0.0.0 for all networks.", show_default=True)
 @click.option("--port", type=int, default=8000, help="0 for any free one.", show_default=True)
@@ -571,7 +578,7 @@ def serve_command() -> None:
     """
 
 
-@command("generate", "runtime.commands:run_generate")
+@command("generate", "runtime.commands:run_generate", runs_model=True)
 @click.argument("source", metavar="ARTIFACT|MODEL")
 @click.argument("prompts", metavar="PROMPT...", nargs=-1, required=True)
 @click.option(
@@ -600,7 +607,7 @@ def generate_command() -> None:
     """
 
 
-@command("chat", "runtime.commands:run_chat")
+@command("chat", "runtime.commands:run_chat", runs_model=True)
 @click.argument("source", metavar="ARTIFACT|MODEL")
 @click.option("--system", default="", metavar="TEXT", help="The system message.")
 @weight_dtype_option

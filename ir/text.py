@@ -115,8 +115,10 @@ def parse_graph(text: str) -> Graph:
         else:
             raise SpecError(f"This line of a graph can't be read: `{line}`.")
     name = lines[0].removeprefix("graph ").removesuffix(" {")
-    inputs, weights, ops = tuple(parts.inputs), tuple(parts.weights), tuple(parts.ops)
-    return Graph(name, inputs, weights, ops, parts.outputs, tuple(parts.values))
+    values = tuple(parts.values)
+    return Graph(
+        name, tuple(parts.inputs), tuple(parts.weights), tuple(parts.ops), parts.outputs, values
+    )
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import importlib.util
+import threading
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -62,6 +63,26 @@ def glance() -> Machine:
     return Machine(name, f"sm_{major}{minor}", *versions)
 
 
+def begin_context() -> threading.Thread:
+    """Have the driver make the first GPU's context in a thread, while Python imports; give that.
+
+    CUDA's runtime, and so torch, takes the context that is there. Without a usable GPU nothing
+    comes of it: who needs one says so.
+    """
+
+    def make() -> None:
+        try:
+            driver = ctypes.CDLL(DRIVER)
+            device, context = _first_device(driver), ctypes.c_void_p()
+            _call(driver, "cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        except (OSError, AttributeError):
+            pass
+
+    thread = threading.Thread(target=make, name="treadle-context", daemon=True)
+    thread.start()
+    return thread
+
+
 def _installed_version(package: str) -> str:
     """Give what the package calls its version, as its `version.py` says if it has one.
 
@@ -100,20 +121,28 @@ def _metadata_version(package: str) -> str:
         return ""
 
 
+def _call(driver: ctypes.CDLL, function: str, *arguments: object) -> None:
+    """Call a function of the driver. Raises: OSError: it gives an error."""
+    if error := getattr(driver, function)(*arguments):
+        raise OSError(f"{function} gives {error}")
+
+
+def _first_device(driver: ctypes.CDLL) -> ctypes.c_int:
+    """Initialise the driver and give its first GPU. Raises: OSError: there is none."""
+    device = ctypes.c_int()
+    _call(driver, "cuInit", 0)
+    _call(driver, "cuDeviceGet", ctypes.byref(device), 0)
+    return device
+
+
 def _first_gpu(driver: ctypes.CDLL) -> tuple[str, int, int]:
     """Give name and compute capability of the first GPU. Raises: OSError: there is none."""
-
-    def call(function: str, *arguments: object) -> None:
-        if error := getattr(driver, function)(*arguments):
-            raise OSError(f"{function} gives {error}")
-
-    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    device, major, minor = _first_device(driver), ctypes.c_int(), ctypes.c_int()
     name = ctypes.create_string_buffer(_MAX_NAME_BYTES)
-    call("cuInit", 0)
-    call("cuDeviceGet", ctypes.byref(device), 0)
-    call("cuDeviceGetName", name, _MAX_NAME_BYTES, device)
-    call("cuDeviceGetAttribute", ctypes.byref(major), _CAPABILITY_MAJOR, device)
-    call("cuDeviceGetAttribute", ctypes.byref(minor), _CAPABILITY_MINOR, device)
+    attribute = "cuDeviceGetAttribute"
+    _call(driver, "cuDeviceGetName", name, _MAX_NAME_BYTES, device)
+    _call(driver, attribute, ctypes.byref(major), _CAPABILITY_MAJOR, device)
+    _call(driver, attribute, ctypes.byref(minor), _CAPABILITY_MINOR, device)
     return name.value.decode(), major.value, minor.value
 
 

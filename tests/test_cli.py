@@ -220,6 +220,28 @@ def test_the_interpreter_is_chosen_before_the_body_is_loaded(
 
 
 @pytest.mark.parametrize(
+    ("name", "target", "begun"),
+    [("chat", "cuda", True), ("chat", "reference", False), ("show", "cuda", False)],
+)
+def test_a_gpu_s_context_is_begun_before_the_body_of_what_will_run_there_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, target: str, begun: bool
+) -> None:
+    seen: list[str] = []
+
+    def load(module: str) -> object:
+        seen.append("body")
+        return commands
+
+    monkeypatch.setattr(importlib, "import_module", load)
+    monkeypatch.setattr(commands, f"run_{name}", lambda **options: None)
+    monkeypatch.setattr(cli, "begin_context", lambda: seen.append("context"))
+    monkeypatch.setattr(cli, "is_artifact", lambda path: path == tmp_path)
+    monkeypatch.setattr(cli, "read_manifest", lambda path: type("M", (), {"target": target}))
+    assert cli.run([name, str(tmp_path)]) == 0
+    assert seen == (["context", "body"] if begun else ["body"])
+
+
+@pytest.mark.parametrize(
     ("text", "count_bytes"),
     [
         ("0", 0),

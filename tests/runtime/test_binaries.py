@@ -33,9 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job]:
 
 
 @pytest.fixture
-def artifact(
-    made: tuple[Path, Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Artifact:
+def artifact(made: tuple[Path, Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifact:
     """Open it, with a user's cache that is empty."""
     monkeypatch.setenv("TREADLE_CACHE_DIR", str(tmp_path / "cache"))
     return open_artifact(made[0], later=BINARIES)

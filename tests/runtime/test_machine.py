@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ class Driver:
 
     def __init__(self, path: str = "", *, failing: str = "") -> None:
         self._failing = failing
+        self.called: list[str] = []
 
     def __getattr__(self, function: str) -> Any:
         def call(*arguments: Any) -> int:
+            self.called.append(function)
             if function == self._failing:
                 return 100
             if function == "cuDeviceGetName":
@@ -51,6 +54,26 @@ def test_a_glance_names_the_gpu_of_the_driver(monkeypatch: pytest.MonkeyPatch) -
 def test_a_driver_that_fails_is_no_gpu(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda path: Driver(failing=function))
     assert machine.glance().gpu == machine.glance().architecture == ""
+
+
+def test_a_context_is_begun_for_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: driver)
+    machine.begin_context().join()
+    assert driver.called == ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
+
+
+@pytest.mark.parametrize("function", ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"])
+def test_nothing_comes_of_a_context_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    driver = Driver(failing=function)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: driver)
+    failures: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    machine.begin_context().join()
+    assert driver.called[-1] == function
+    assert not failures
 
 
 def test_a_library_that_is_no_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
