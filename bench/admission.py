@@ -24,7 +24,8 @@ import numpy as np  # noqa: E402
 from treadle.runtime.admission import Admission, Newcomer, Running  # noqa: E402
 from treadle.runtime.pages import PagePool  # noqa: E402
 from treadle.runtime.request import SamplingParams  # noqa: E402
-from treadle.runtime.scheduler import Scheduler, StepPlan  # noqa: E402
+from treadle.runtime.scheduler import Scheduler  # noqa: E402
+from treadle.runtime.steps import StepPlan  # noqa: E402
 
 EOS, OTHER = 0, 1
 PAGE_SIZE, MAX_ROWS, MAX_STEP_TOKENS, WINDOW = 64, 256, 8192, 8192

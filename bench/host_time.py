@@ -40,7 +40,8 @@ from treadle.runtime.engine import Engine, LoadedModel  # noqa: E402
 from treadle.runtime.executor import Executor, Program, StepResult  # noqa: E402
 from treadle.runtime.loading import ServeOptions, load_model  # noqa: E402
 from treadle.runtime.request import SamplingParams  # noqa: E402
-from treadle.runtime.scheduler import Scheduler, StepPlan  # noqa: E402
+from treadle.runtime.scheduler import Scheduler  # noqa: E402
+from treadle.runtime.steps import StepPlan  # noqa: E402
 
 PROMPT_TOKENS = 16
 WARM_TOKENS = 8  # of each answer, before anything is counted

@@ -46,7 +46,7 @@ class Newcomer(NamedTuple):
 
 
 class Running(NamedTuple):
-    """The requests that run, i64[N] each: their rows, and see `scheduler.RowArrays`."""
+    """The requests that run, i64[N] each: their rows, and see `sequences.RowArrays`."""
 
     rows: np.ndarray
     positions: np.ndarray

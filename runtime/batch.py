@@ -16,8 +16,9 @@ from treadle.ir.builder import SAMPLING_STATE
 from treadle.ir.ops.sampling import ADJUST_BIASES, ADJUST_COUNTS
 from treadle.runtime.adjustments import count_history, list_biases
 from treadle.runtime.request import SamplingParams
-from treadle.runtime.scheduler import SequenceState, StepPlan
+from treadle.runtime.sequences import SequenceState
 from treadle.runtime.state import PADDING_ROW, DeviceState
+from treadle.runtime.steps import StepPlan
 
 # Buffers are copied while the host goes on: one is used again only this many steps later, when the
 # step that copied it is known to be complete. One more than the steps in flight.

@@ -22,7 +22,9 @@ from treadle.runtime.executor import Executor, StepResult
 from treadle.runtime.host_pages import HostStats
 from treadle.runtime.host_times import COMMANDS, COMPLETE, IDLE, PUBLISH, SCHEDULE, WAIT
 from treadle.runtime.request import Delta, FinishReason, SamplingParams, TokenLogprobs, Usage
-from treadle.runtime.scheduler import Scheduler, SequenceState, StepPlan, TokenEvents
+from treadle.runtime.scheduler import Scheduler
+from treadle.runtime.sequences import SequenceState
+from treadle.runtime.steps import StepPlan, TokenEvents
 from treadle.runtime.structure import GrammarCompiler, TokenConstraint
 from treadle.runtime.text import TextStep, TextStream
 from treadle.runtime.tokenizer import Tokenizer

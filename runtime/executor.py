@@ -19,8 +19,9 @@ from treadle.runtime.host_times import LAUNCH, WRITE, HostTimes
 from treadle.runtime.logprobs import PendingLogprobs, Wish
 from treadle.runtime.page_copies import PageCopier
 from treadle.runtime.request import SamplingParams, TokenLogprobs
-from treadle.runtime.scheduler import SequenceState, StepPlan
+from treadle.runtime.sequences import SequenceState
 from treadle.runtime.state import DeviceState
+from treadle.runtime.steps import StepPlan
 
 
 class Program(Protocol):

@@ -13,261 +13,23 @@ import heapq
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
 from treadle.ir.errors import ConfigError, QueueFullError, RequestError
 from treadle.runtime.adjustments import find_adjustments
 from treadle.runtime.admission import Admission, Newcomer, Running
-from treadle.runtime.host_pages import PageCopies
 from treadle.runtime.pages import Namespace, PagePool, PageTable
 from treadle.runtime.request import FinishReason, SamplingParams
+from treadle.runtime.sequences import NO_ROW, RowArrays, SequenceState, SequenceStatus
+from treadle.runtime.steps import NO_DECODES, Decodes, Slice, StepPlan, TokenEvents
 from treadle.runtime.structure import TokenConstraint
 
-NO_ROW = -1
 _MAX_TOKEN_ID = 2**31 - 1
 _NO_TOKENS = frozenset({-1, -2})  # what the device gives where it draws none; see `StepResult`
-
-
-class SequenceStatus(Enum):
-    """Where a sequence stands.
-
-    WAITING → RUNNING → FINISHED; RUNNING → (PREEMPTING →) WAITING when pages run out;
-    any → FINISHED. PREEMPTING and FINISHED sequences keep row and pages while a step uses them.
-    """
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    PREEMPTING = "preempting"
-    FINISHED = "finished"
-
-
-class RowArrays:
-    """What the scheduler knows of the sequence in each row, for one pass over all; i64[R] each.
-
-    positions: where the sequence goes on, see `SequenceState.scheduled_tokens`.
-    halts: the position that can't be decoded without a decision.
-    capacities: the positions that its pages hold.
-    last_positions: only positions before it are ever computed.
-    looks_from: a token drawn at this position or later may be the last, or one too many, and must
-      be looked at; one drawn before ends its sequence only as an end of sequence or a fault.
-    last_steps: the last planned step that computes the sequence.
-    """
-
-    __slots__ = (
-        "capacities",
-        "halts",
-        "last_positions",
-        "last_steps",
-        "looks_from",
-        "positions",
-    )
-
-    def __init__(self, max_rows: int) -> None:
-        self.positions = np.zeros(max_rows, np.int64)
-        self.halts = np.zeros(max_rows, np.int64)
-        self.capacities = np.zeros(max_rows, np.int64)
-        self.last_positions = np.zeros(max_rows, np.int64)
-        self.looks_from = np.zeros(max_rows, np.int64)
-        self.last_steps = np.zeros(max_rows, np.int64)
-
-
-@dataclass(eq=False, slots=True)
-class SequenceState:
-    """One request from `add` to its end. Read by the engine, written by the scheduler only.
-
-    adjusted: what it asks of its logits, as bits; see `adjustments.find_adjustments`.
-    constraint: decides before each token which ones may be drawn, so the token before must be
-      known to the host: the sequence is never planned ahead.
-    token_ids: prompt and generated tokens known to the host.
-    last_position: only positions before it are ever computed; the last token is returned, not fed.
-    prefill_stop: tokens that were known when the sequence got its row; those are fed by the host,
-      every later one is the row's last sampled token, which the device has.
-    cached_tokens: prompt tokens that were not computed, thanks to the prefix cache.
-    """
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    max_total_tokens: int  # prompt + generated, at most
-    stop_ids: frozenset[int]
-    table: PageTable
-    arrival: int
-    adjusted: int = 0
-    constraint: TokenConstraint | None = None
-    token_ids: list[int] = field(default_factory=list)
-    status: SequenceStatus = SequenceStatus.WAITING
-    row: int = NO_ROW
-    prefill_stop: int = 0
-    cached_tokens: int | None = None
-    num_preemptions: int = 0
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    last_position: int = 0
-    # The scheduler's own: where it keeps what changes with every step, and the positions of the
-    # prompt whose log probabilities have been planned, where they are asked for.
-    arrays: RowArrays | None = None
-    num_scored: int = 0
-
-    @property
-    def scheduled_tokens(self) -> int:
-        """Count the tokens whose K and V are in the cache, or will be once the planned steps ran.
-
-        May be one more than `len(token_ids)`, when a step is planned ahead.
-        """
-        if self.row == NO_ROW or self.arrays is None:
-            return 0
-        return int(self.arrays.positions[self.row])
-
-    @property
-    def generated_ids(self) -> list[int]:
-        """Return the tokens generated so far."""
-        return self.token_ids[len(self.prompt_ids) :]
-
-    @property
-    def num_generated(self) -> int:
-        """Count the tokens generated so far."""
-        return len(self.token_ids) - len(self.prompt_ids)
-
-
-class Slice(NamedTuple):
-    """What one step computes for one sequence: positions start to stop, and perhaps a new token.
-
-    `scores`: no new token is wanted, only how likely the model finds the next one of the prompt.
-    """
-
-    sequence: SequenceState
-    row: int
-    start: int
-    stop: int
-    samples: bool
-    scores: bool = False
-
-
-class Decodes:
-    """Sequences that decode together, and what stays the same while they do. Immutable.
-
-    rows: the row of each, i64[N].
-    token_ids: the list of tokens of each. A step adds to it without a look at the sequence, which
-      lies in another core's cache: the event loop has just handed over its last token.
-    """
-
-    __slots__ = ("rows", "sequences", "token_ids")
-
-    def __init__(self, sequences: tuple[SequenceState, ...], rows: np.ndarray) -> None:
-        self.sequences = sequences
-        self.rows = rows
-        self.token_ids = [sequence.token_ids for sequence in sequences]
-
-
-_NO_DECODES = Decodes((), np.zeros(0, np.int64))
-
-
-class StepPlan:
-    """One step: decode slices first, then chunks of prompts. Immutable; made by the scheduler.
-
-    decodes, starts: the sequences that are fed their row's last sampled token (the host may not
-      know it yet), and its position, i64[N].
-    chunks: the slices whose tokens are `sequence.token_ids[start:stop]`.
-    group: the decodes with what was derived from them.
-    rows: the row of every slice.
-    composition: while it stays the same, so do `rows` and the slices' sequences (and the step is
-      decode only), so what was derived from them can be kept.
-    new_rows: rows that got a (new) sequence; its slice is among `chunks`, and row state must be
-      set from it before the step runs.
-    block_updates: entries (row, index, page) to write to the block table before the step runs.
-    page_copies: what is to be copied between device and host before the step runs, if anything.
-      No step in flight uses these pages, so the copies need not wait for one.
-    """
-
-    __slots__ = (
-        "_slices",
-        "block_updates",
-        "chunks",
-        "composition",
-        "decodes",
-        "group",
-        "new_rows",
-        "num_tokens",
-        "page_copies",
-        "rows",
-        "starts",
-        "step",
-    )
-
-    def __init__(
-        self,
-        step: int,
-        composition: int,
-        group: Decodes,
-        starts: np.ndarray,
-        chunks: tuple[Slice, ...],
-        rows: tuple[int, ...],
-        new_rows: tuple[int, ...],
-        block_updates: tuple[tuple[int, int, int], ...],
-        page_copies: PageCopies | None = None,
-    ) -> None:
-        self.step = step
-        self.composition = composition
-        self.group = group
-        self.decodes = group.sequences
-        self.starts = starts
-        self.chunks = chunks
-        self.rows = rows
-        self.new_rows = new_rows
-        self.block_updates = block_updates
-        self.page_copies = page_copies
-        self.num_tokens = len(starts) + sum(chunk.stop - chunk.start for chunk in chunks)
-        self._slices: tuple[Slice, ...] | None = None
-
-    @property
-    def num_decode(self) -> int:
-        """Count the decode slices, which come first."""
-        return len(self.decodes)
-
-    @property
-    def is_decode_only(self) -> bool:
-        """Say whether every slice is a decode."""
-        return not self.chunks
-
-    @property
-    def slices(self) -> tuple[Slice, ...]:
-        """Return all slices, in the order of `rows`. Built on first use: a decode step on the
-        device's own row state does not need them."""
-        if self._slices is None:
-            decodes = (
-                Slice(sequence, row, start, start + 1, True)
-                for sequence, row, start in zip(
-                    self.decodes, self.rows, self.starts.tolist(), strict=False
-                )
-            )
-            self._slices = (*decodes, *self.chunks)
-        return self._slices
-
-
-TokenEvent = tuple[SequenceState, int, FinishReason | None]
-"""A new token of a sequence, and why the sequence ended with it, if it did."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEvents:
-    """Hold the events of a step, in the order of its slices; in columns, as there are hundreds."""
-
-    sequences: Sequence[SequenceState] = ()
-    tokens: Sequence[int] = ()
-    reasons: Sequence[FinishReason | None] = ()
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __iter__(self) -> Iterator[TokenEvent]:
-        return zip(self.sequences, self.tokens, self.reasons, strict=True)
 
 
 class Scheduler:
@@ -493,7 +255,7 @@ class Scheduler:
         if takes_turns and not self._left_decodes_out:
             self._plan_prompts(self.max_step_tokens, prefills, chunks, new_rows, updates)
             if chunks:
-                decodes, starts = _NO_DECODES, starts[:0]
+                decodes, starts = NO_DECODES, starts[:0]
         arrays.positions[decodes.rows] = starts + 1
         arrays.last_steps[decodes.rows] = step
         if not takes_turns:

@@ -12,7 +12,8 @@ from treadle.bench.admission import Played, Wanted, simulate
 from treadle.runtime.admission import Admission, Newcomer, Running, forecast_peak
 from treadle.runtime.pages import PagePool
 from treadle.runtime.request import FinishReason, SamplingParams
-from treadle.runtime.scheduler import Scheduler, SequenceStatus
+from treadle.runtime.scheduler import Scheduler
+from treadle.runtime.sequences import SequenceStatus
 
 
 def peak_of(requests: list[tuple[int, float, bool]], *, end_rate: float = 0.0) -> float:

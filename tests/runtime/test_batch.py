@@ -15,8 +15,9 @@ from treadle.runtime.batch import PENDING_TOKEN, RING_SIZE, BatchWriter, HostRin
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.pages import PageTable
 from treadle.runtime.request import SamplingParams
-from treadle.runtime.scheduler import Decodes, SequenceState, Slice, StepPlan
+from treadle.runtime.sequences import SequenceState
 from treadle.runtime.state import PADDING_ROW, DeviceState, allocate_state
+from treadle.runtime.steps import Decodes, Slice, StepPlan
 
 CONFIG = EngineConfig(
     "reference", "f32", page_size=16, max_rows=8, max_step_tokens=64, max_context_tokens=128

@@ -31,7 +31,8 @@ from treadle.runtime.pages import PagePool, PageTable
 from treadle.runtime.pipeline import pipeline
 from treadle.runtime.pipeline_config import EngineConfig
 from treadle.runtime.request import FinishReason, SamplingParams
-from treadle.runtime.scheduler import Scheduler, SequenceState
+from treadle.runtime.scheduler import Scheduler
+from treadle.runtime.sequences import SequenceState
 
 FORMATS = ("", *sorted(KV_FORMATS))
 

@@ -24,7 +24,9 @@ from treadle.ir.errors import ConfigError, QueueFullError, RequestError
 from treadle.runtime.host_pages import HostPages, PageCopies
 from treadle.runtime.pages import Namespace, PagePool, PageTable
 from treadle.runtime.request import FinishReason, SamplingParams
-from treadle.runtime.scheduler import Scheduler, SequenceState, SequenceStatus, Slice, StepPlan
+from treadle.runtime.scheduler import Scheduler
+from treadle.runtime.sequences import SequenceState, SequenceStatus
+from treadle.runtime.steps import Slice, StepPlan
 
 VOCABULARY = 29
 EOS = 0
