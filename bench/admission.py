@@ -1,14 +1,16 @@
 """Play requests through the scheduler alone and see how it admits them; needs no GPU and no model.
 
 Run: python bench/admission.py --requests 512
-Steps compute nothing: an answer ends when it is told to. Each case is played with the scheduler's
-forecast, and with the rule it replaced: a request starts when its prompt's pages fit, and one page
-more for each that runs. Seconds are reckoned by what steps of an 8B model cost on an H200.
+Steps compute nothing: an answer ends when it is told to. Each case is played by the rule that was
+there before, a request starts when its prompt's pages fit and one page more for each that runs;
+with the scheduler's forecast; and with decodes of much context and prompts in turns, too. Seconds
+are reckoned by what steps of an 8B model cost on an H200.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 from collections import deque
@@ -29,9 +31,24 @@ from treadle.runtime.steps import StepPlan  # noqa: E402
 
 EOS, OTHER = 0, 1
 PAGE_SIZE, MAX_ROWS, MAX_STEP_TOKENS, WINDOW = 64, 256, 8192, 8192
-FIXED_MS, PROMPT_TOKEN_MS = 4.0, 0.023
-# Reading a token of context; its bytes over those a second, as measured.
-BF16, INT8 = 28e-6, 15e-6
+# The rest of a decode step, and more for each row; a prompt's token.
+FIXED_MS, ROW_MS, PROMPT_TOKEN_MS = 4.0, 0.014, 0.0228
+
+
+@dataclass(frozen=True)
+class ContextCost:
+    """What a token of context costs a decode step to read, and a step that has prompts too.
+
+    `most_mixed_tokens`: with more of them decodes and prompts take turns.
+    """
+
+    token_ms: float
+    mixed_token_ms: float
+    most_mixed_tokens: int
+
+
+# As measured; a third of the weights' bytes in keys and values.
+BF16, INT8 = ContextCost(28e-6, 165e-6, 40_800), ContextCost(15e-6, 90e-6, 78_600)
 BF16_PAGES, INT8_PAGES = 2560, 4927  # of 20 GiB
 
 
@@ -76,8 +93,9 @@ def simulate(
     *,
     num_pages: int,
     concurrency: int = MAX_ROWS,
-    token_ms: float = BF16,
+    cost: ContextCost = BF16,
     looks_ahead: bool = True,
+    takes_turns: bool = True,
 ) -> Played:
     """Play requests, so many at a time, two steps in flight as on a GPU."""
     scheduler = Scheduler(
@@ -86,6 +104,7 @@ def simulate(
         max_step_tokens=MAX_STEP_TOKENS,
         max_model_len=WINDOW,
         eos_token_ids=[EOS],
+        max_mixed_context_tokens=cost.most_mixed_tokens if takes_turns else math.inf,
     )
     if not looks_ahead:
         scheduler.admission = PromptsFit(
@@ -106,8 +125,7 @@ def simulate(
             computed = plan.num_tokens - plan.num_decode
             num_prompt_tokens += computed
             num_decodes += plan.num_decode
-            milliseconds += FIXED_MS + computed * PROMPT_TOKEN_MS
-            milliseconds += float(plan.starts.sum()) * token_ms
+            milliseconds += find_step_ms(plan, cost)
             running.append(scheduler.num_running)
         if not in_flight:
             break
@@ -128,8 +146,16 @@ def simulate(
     )
 
 
-def cases(count: int, draw: random.Random) -> dict[str, tuple[list[Wanted], int, float]]:
-    """Give the requests of each case, the pages of its pool, and ms per token of context."""
+def find_step_ms(plan: StepPlan, cost: ContextCost) -> float:
+    """Reckon what a step takes: one of decodes reads weights, one of prompts computes."""
+    context_tokens = float(plan.starts.sum())
+    if plan.is_decode_only:
+        return FIXED_MS + plan.num_decode * ROW_MS + context_tokens * cost.token_ms
+    return max(FIXED_MS, plan.num_tokens * PROMPT_TOKEN_MS) + context_tokens * cost.mixed_token_ms
+
+
+def cases(count: int, draw: random.Random) -> dict[str, tuple[list[Wanted], int, ContextCost]]:
+    """Give the requests of each case, the pages of its pool, and what its context costs."""
 
     def lengths(least: int, most: int) -> list[int]:
         return [draw.randint(least, most) for _ in range(count)]
@@ -164,17 +190,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, default=MAX_ROWS)
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args(arguments)
-    for name, (wanted, num_pages, token_ms) in cases(
-        asked.requests, random.Random(asked.seed)
-    ).items():
+    for name, (wanted, num_pages, cost) in cases(asked.requests, random.Random(asked.seed)).items():
         print(name, flush=True)
-        for rule, looks_ahead in (("prompts fit", False), ("forecast", True)):
+        for rule, looks_ahead, takes_turns in (
+            ("prompts fit", False, False),
+            ("forecast", True, False),
+            ("and in turns", True, True),
+        ):
             played = simulate(
                 wanted,
                 num_pages=num_pages,
                 concurrency=asked.concurrency,
-                token_ms=token_ms,
+                cost=cost,
                 looks_ahead=looks_ahead,
+                takes_turns=takes_turns,
             )
             print(
                 f"  {rule:12} {played.preemptions:5} preemptions, {played.recomputed:7} tokens "

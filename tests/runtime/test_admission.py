@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from treadle.bench.admission import Played, Wanted, simulate
+from treadle.bench.admission import BF16, INT8, Played, Wanted, simulate
 from treadle.runtime.admission import Admission, Newcomer, Running, forecast_peak
 from treadle.runtime.pages import PagePool
 from treadle.runtime.request import FinishReason, SamplingParams
@@ -284,3 +284,12 @@ def test_answers_that_end_early_lose_no_concurrency(rng_seed: int) -> None:
     for first, last in ((20, 100), (100, 400)):
         assert mean_of(now, first, last) > 0.95 * mean_of(before, first, last)
     assert now.recomputed < 0.01 * sum(each.prompt_tokens for each in wanted)
+
+
+def test_decodes_and_prompts_in_turns_take_less_time_by_what_their_steps_cost() -> None:
+    wanted = [Wanted(1024, 1024)] * 512
+    for num_pages, cost in ((2560, BF16), (4927, INT8)):
+        mixed = simulate(wanted, num_pages=num_pages, cost=cost, takes_turns=False)
+        in_turns = simulate(wanted, num_pages=num_pages, cost=cost)
+        assert in_turns.tokens == mixed.tokens
+        assert in_turns.seconds < 0.95 * mixed.seconds
