@@ -56,7 +56,7 @@ class Step:
 
     @property
     def bucket(self) -> int:
-        """The bucket that serves it."""
+        """A bucket that holds it: a power of two, as tuned ones are."""
         return max(power_of_two(self.num_tokens), 16)
 
 

@@ -173,8 +173,11 @@ def test_what_goals_are_set_for_is_summed_up() -> None:
 
 @pytest.mark.interpreted
 def test_a_step_of_prompts_is_timed(tmp_path: Path) -> None:
-    prefill.main(["--models", "tiny", "--prompts", "1x16", *INTERPRET, *SMALL, str(tmp_path)])
-    row = read(tmp_path, "prefill")["tiny 1x16"]
+    prompts = "1x16,1x16+3x20"
+    prefill.main(["--models", "tiny", "--prompts", prompts, *INTERPRET, *SMALL, str(tmp_path)])
+    rows = read(tmp_path, "prefill")
+    row, beside = rows["tiny 1x16"], rows["tiny 1x16+3x20"]
+    assert beside["floor"] > row["floor"], "rows that decode compute too"
     assert row["conditions"]["tokens_per_s"] > 0 and row["floor"] > 0
 
 

@@ -7,7 +7,7 @@ Covers:
 Must move 0 bytes and 8,192 per token; must compute 0 operations per token.
 Keys and values come on top: their bytes and operations per context token.
 
-Schedule: BLOCK_TOKENS=64, MAX_SPLITS=32, MIN_CHUNK_TOKENS=128, USE_PDL=True, TRIGGER_LATE=False,
+Schedule: BLOCK_TOKENS=64, MAX_SPLITS=16, MIN_CHUNK_TOKENS=128, USE_PDL=True, TRIGGER_LATE=False,
   num_warps=4, num_stages=3
 """
 
@@ -18,7 +18,7 @@ import triton.language as tl
 SHAPE = dict(NUM_HEADS=32, NUM_KV_HEADS=8, HEAD_DIM=64, PAGE_SIZE=64, SCALE=0.125)
 SCHEDULE = dict(
     BLOCK_TOKENS=64,
-    MAX_SPLITS=32,
+    MAX_SPLITS=16,
     MIN_CHUNK_TOKENS=128,
     USE_PDL=True,
     TRIGGER_LATE=False,

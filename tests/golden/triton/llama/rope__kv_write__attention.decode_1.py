@@ -13,7 +13,7 @@ Covers:
 Must move 4 bytes and 12,564 per token; must compute 15,360 operations per token.
 Keys and values come on top: their bytes and operations per context token.
 
-Schedule: BLOCK_TOKENS=64, MAX_SPLITS=32, MIN_CHUNK_TOKENS=128, LOAD_EARLY=False, USE_PDL=True,
+Schedule: BLOCK_TOKENS=64, MAX_SPLITS=16, MIN_CHUNK_TOKENS=128, LOAD_EARLY=False, USE_PDL=True,
   TRIGGER_LATE=False, num_warps=4, num_stages=3
 """
 
@@ -34,7 +34,7 @@ SHAPE = dict(
 )
 SCHEDULE = dict(
     BLOCK_TOKENS=64,
-    MAX_SPLITS=32,
+    MAX_SPLITS=16,
     MIN_CHUNK_TOKENS=128,
     LOAD_EARLY=False,
     USE_PDL=True,
