@@ -397,7 +397,7 @@ def load_model(
         max_waiting=options.max_waiting,
         max_in_flight=2 if config.target == "cuda" else 1,
         quantises_pages=bool(config.kv_format),
-        **_limit_mixed_steps(loaded),
+        **limit_mixed_steps(loaded),
     )
     summary = {
         "model": f"{manifest.model_name} ({manifest.model_architecture}, {config.dtype})",
@@ -544,7 +544,7 @@ def decide_pages(
     return int(min(pages, most))
 
 
-def _limit_mixed_steps(loaded: LoadedArtifact) -> dict[str, int]:
+def limit_mixed_steps(loaded: LoadedArtifact) -> dict[str, int]:
     """Say how much context may be decoded in a step with prompts; see `Scheduler`."""
     if loaded.engine.target != "cuda":
         return {}

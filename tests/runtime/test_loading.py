@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from treadle.runtime.loading import (
     LoadedArtifact,
     ServeOptions,
     count_compiles,
+    limit_mixed_steps,
     load_artifact,
     load_model,
 )
@@ -222,3 +224,24 @@ def test_a_kernel_compiled_while_serving_is_counted_and_named(
     tell(src=None, metadata={"name": "gemv"}, metadata_group={}, times=None, cache_hit=False)
     assert count() == 1
     assert "compiled while serving: kernel gemv" in caplog.text
+
+
+@pytest.mark.parametrize(("target", "known"), [("cuda", True), ("reference", False)])
+def test_a_gpu_says_how_much_context_may_be_decoded_beside_prompts(
+    monkeypatch: pytest.MonkeyPatch, target: str, known: bool
+) -> None:
+    # 8B on an H200: a third of 15 GiB, in keys and values of 128 KiB a token, 8 heads of them.
+    loaded = SimpleNamespace(
+        engine=SimpleNamespace(target=target, page_size=64),
+        weight_bytes=15 * 2**30,
+        state=SimpleNamespace(
+            page_bytes=64 * 128 * 2**10,
+            packed=torch.zeros(1),
+            caches={"kv": (torch.zeros(3, 8, 64, 128),)},
+        ),
+    )
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    found = limit_mixed_steps(loaded)  # type: ignore[arg-type]
+    wanted = {"max_mixed_context_tokens": 40960, "rows_at_once": 16}
+    assert found == (wanted if known else {})
