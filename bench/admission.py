@@ -49,6 +49,7 @@ class ContextCost:
 
 # As measured; a third of the weights' bytes in keys and values.
 BF16, INT8 = ContextCost(28e-6, 165e-6, 40_800), ContextCost(15e-6, 90e-6, 78_600)
+ROWS_AT_ONCE = 16  # of 8 KV heads, on 132 multiprocessors
 BF16_PAGES, INT8_PAGES = 2560, 4927  # of 20 GiB
 
 
@@ -105,6 +106,7 @@ def simulate(
         max_model_len=WINDOW,
         eos_token_ids=[EOS],
         max_mixed_context_tokens=cost.most_mixed_tokens if takes_turns else math.inf,
+        rows_at_once=ROWS_AT_ONCE,
     )
     if not looks_ahead:
         scheduler.admission = PromptsFit(

@@ -120,7 +120,7 @@ class Scheduler:
         self._arrays = RowArrays(max_rows)
         self._running_rows: np.ndarray | None = None  # None: `_running` has changed
         self._composition = 0
-        self._decodes = Decodes((), np.zeros(0, np.int64))  # the last plan's
+        self._decodes = NO_DECODES  # the last plan's
         self._rows: tuple[int, ...] = ()  # the last plan's
         self._is_steady = False  # whether the last plan was decode only
         self._left_decodes_out = False  # whether it had prompts in place of decodes
