@@ -3,8 +3,8 @@
 Run: python bench/admission.py --requests 512
 Steps compute nothing: an answer ends when it is told to. Each case is played by the rule that was
 there before, a request starts when its prompt's pages fit and one page more for each that runs;
-with the scheduler's forecast; and with decodes of much context and prompts in turns, too. Seconds
-are reckoned by what steps of an 8B model cost on an H200.
+with the scheduler's forecast; with decodes of much context and prompts in turns, too; and with
+decode programs kept full. Seconds are reckoned by what steps of an 8B model cost on an H200.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from treadle.runtime.steps import StepPlan  # noqa: E402
 
 EOS, OTHER = 0, 1
 PAGE_SIZE, MAX_ROWS, MAX_STEP_TOKENS, WINDOW = 64, 256, 8192, 8192
-# The rest of a decode step, and more for each row; a prompt's token.
-FIXED_MS, ROW_MS, PROMPT_TOKEN_MS = 4.0, 0.014, 0.0228
+# The rest of a decode step, by the rows of its program; a prompt's token.
+PROGRAM_MS = {8: 3.8, 16: 4.2, 32: 4.2, 64: 4.6, 128: 5.0, 256: 7.1}
+PROMPT_TOKEN_MS = 0.0228
+WORTHWHILE_ROWS = {128: 188}  # as `find_worthwhile_rows` finds; others are worth one row more
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class ContextCost:
 
 
 # As measured; a third of the weights' bytes in keys and values.
-BF16, INT8 = ContextCost(28e-6, 165e-6, 40_800), ContextCost(15e-6, 90e-6, 78_600)
+BF16, INT8 = ContextCost(30e-6, 165e-6, 40_800), ContextCost(17.5e-6, 90e-6, 78_600)
 ROWS_AT_ONCE = 16  # of 8 KV heads, on 132 multiprocessors
 BF16_PAGES, INT8_PAGES = 2560, 4927  # of 20 GiB
 
@@ -82,7 +84,14 @@ class PromptsFit(Admission):
     """The rule before there was a forecast."""
 
     def find_wait(
-        self, newcomer: Newcomer, running: Running, *, available: int, claimed: int, step: int
+        self,
+        newcomer: Newcomer,
+        running: Running,
+        *,
+        available: int,
+        claimed: int,
+        num_waiting: int,
+        step: int,
     ) -> int:
         """Let it start when its pages are there, and one for each that needs more yet."""
         growing = int(np.count_nonzero(running.capacities < running.last_positions))
@@ -97,6 +106,7 @@ def simulate(
     cost: ContextCost = BF16,
     looks_ahead: bool = True,
     takes_turns: bool = True,
+    stays_full: bool = True,
 ) -> Played:
     """Play requests, so many at a time, two steps in flight as on a GPU."""
     scheduler = Scheduler(
@@ -107,6 +117,7 @@ def simulate(
         eos_token_ids=[EOS],
         max_mixed_context_tokens=cost.most_mixed_tokens if takes_turns else math.inf,
         rows_at_once=ROWS_AT_ONCE,
+        worthwhile_rows=WORTHWHILE_ROWS if stays_full else None,
     )
     if not looks_ahead:
         scheduler.admission = PromptsFit(
@@ -152,8 +163,10 @@ def find_step_ms(plan: StepPlan, cost: ContextCost) -> float:
     """Reckon what a step takes: one of decodes reads weights, one of prompts computes."""
     context_tokens = float(plan.starts.sum())
     if plan.is_decode_only:
-        return FIXED_MS + plan.num_decode * ROW_MS + context_tokens * cost.token_ms
-    return max(FIXED_MS, plan.num_tokens * PROMPT_TOKEN_MS) + context_tokens * cost.mixed_token_ms
+        program_ms = next(ms for rows, ms in PROGRAM_MS.items() if rows >= plan.num_decode)
+        return program_ms + context_tokens * cost.token_ms
+    prompts_ms = max(PROGRAM_MS[8], plan.num_tokens * PROMPT_TOKEN_MS)
+    return prompts_ms + context_tokens * cost.mixed_token_ms
 
 
 def cases(count: int, draw: random.Random) -> dict[str, tuple[list[Wanted], int, ContextCost]]:
@@ -194,10 +207,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     for name, (wanted, num_pages, cost) in cases(asked.requests, random.Random(asked.seed)).items():
         print(name, flush=True)
-        for rule, looks_ahead, takes_turns in (
-            ("prompts fit", False, False),
-            ("forecast", True, False),
-            ("and in turns", True, True),
+        for rule, looks_ahead, takes_turns, stays_full in (
+            ("prompts fit", False, False, False),
+            ("forecast", True, False, False),
+            ("and in turns", True, True, False),
+            ("and full", True, True, True),
         ):
             played = simulate(
                 wanted,
@@ -206,6 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 cost=cost,
                 looks_ahead=looks_ahead,
                 takes_turns=takes_turns,
+                stays_full=stays_full,
             )
             print(
                 f"  {rule:12} {played.preemptions:5} preemptions, {played.recomputed:7} tokens "

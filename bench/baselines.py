@@ -33,6 +33,7 @@ class UnfitError(Exception):
     """A peer can't play a case; says why."""
 
 
+@torch.inference_mode()
 def play_static(model: Any, shape: str, concurrency: int, requests: int) -> float:
     """Generate batch after batch of `concurrency` equal prompts; give output tokens a second.
 
@@ -74,6 +75,7 @@ def play_static(model: Any, shape: str, concurrency: int, requests: int) -> floa
 def play_continuous(model: Any, shape: str, concurrency: int, requests: int) -> float:
     """Keep `concurrency` requests in transformers' continuous batching; give output tokens/s.
 
+    Its thread writes to tensors that are made in this one, so not in inference mode.
     Raises: UnfitError: this transformers has none, or it stopped by itself.
     """
     if not hasattr(model, "continuous_batching_context_manager"):
@@ -160,8 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
                 requests = asked.requests or 2 * concurrency
                 try:
                     model.set_attn_implementation("sdpa")  # a way may have changed it
-                    with torch.inference_mode():
-                        value = play(model, shape, concurrency, requests)
+                    value = play(model, shape, concurrency, requests)
                 except UnfitError as reason:
                     print(f"{case}, {peer}: left out: {reason}", flush=True)
                     continue

@@ -10,10 +10,14 @@ while.
 Requests of one length that started together also end together: their pool is half empty at first,
 and all of it is needed at the end. Where more is asked for than the pool holds, known ends that
 would fall together are therefore kept a turn apart, which lets a quarter more run at once.
+
+A few requests more than fill a decode program cost the steps of all a larger one. While more wait
+than the pool can take, and it can't take enough to be worth that, the program stays full.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +28,7 @@ _KEPT_PER_END = 1 - 1 / 64  # of what is known, at each end: some hundred ends c
 _CAUTION_PER_PREEMPTION, _CAUTION_KEPT_PER_STEP = 0.25, 0.999
 # Of the pool: while no more of it is held, known ends may fall together.
 _UNPACED_SHARE = 0.25
+_REACHED_SHARE = 0.9  # of the requests that a pool holds if no two of them end together
 _LEAST_PACED = 8  # that the pool holds; fewer would wait long, and there is little to gain
 # A page is taken as a whole: half of one more than tokens fill, on average.
 _ROUNDING_PAGES, _CHANCE_PAGES = 0.5, 0.5
@@ -61,9 +66,17 @@ class Admission:
     has a row. Nothing is kept up to date in between.
     """
 
-    def __init__(self, *, max_rows: int, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        num_pages: int,
+        page_size: int,
+        worthwhile_rows: Mapping[int, int] | None = None,
+    ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self._worthwhile_rows = worthwhile_rows or {}
         self._shared_pages = np.zeros(max_rows, np.int64)  # found in the cache held by others
         self._first_positions = np.zeros(max_rows, np.int64)  # of the answer
         self._end_is_known = np.zeros(max_rows, np.bool_)
@@ -101,18 +114,20 @@ class Admission:
         *,
         available: int,
         claimed: int,
+        num_waiting: int,
         step: int,
     ) -> int:
         """Give the steps after which to ask again, or 0 where the newcomer may start now.
 
         `available`: pages that can be handed out. `claimed`: those that all unfinished requests,
-        waiting ones too, would have if each went on to its limit.
+        waiting ones too, would have if each went on to its limit. `num_waiting`: the newcomer and
+        those behind it.
         """
         if claimed <= self.num_pages:
             return 0  # no forecast can be more than that: those that end give their pages back
         if newcomer.end_is_known:
             held = self.num_pages - available + newcomer.new_pages
-            turn = self._find_turn(newcomer, step)
+            turn = self._find_turn(newcomer, len(running.rows), step)
             if turn and held > self.num_pages * _UNPACED_SHARE:
                 return turn
         page_size, rows = self.page_size, running.rows
@@ -135,19 +150,38 @@ class Admission:
             end_rate=self._ends / tokens * (1 - self._find_caution(step)),
         )
         # What is rounded is off by chance, by more pages the more requests there are.
-        more = peak - int(own.sum()) + _CHANCE_PAGES * len(rows) ** 0.5
-        return _STEPS_TO_NEXT_LOOK if more > available else 0
+        peak += _CHANCE_PAGES * len(rows) ** 0.5
+        room = available + int(own.sum())
+        must_wait = peak > room or not self._is_worth_more(len(rows), num_waiting, room / peak)
+        return _STEPS_TO_NEXT_LOOK if must_wait else 0
 
-    def _find_turn(self, newcomer: Newcomer, step: int) -> int:
+    def _is_worth_more(self, num_running: int, num_waiting: int, room: float) -> bool:
+        """Say whether to run more than `num_running`, which may just fill a decode program.
+
+        `room`: for how many times as many as these and the newcomer there are pages. Fewer than are
+        worthwhile may start all the same where nobody is left waiting then.
+        """
+        can_run = int((num_running + 1) * room)
+        worthwhile = self._worthwhile_rows.get(num_running, 0)
+        return can_run >= min(worthwhile, num_running + num_waiting)
+
+    def _find_turn(self, newcomer: Newcomer, num_running: int, step: int) -> int:
         """Give the steps until a newcomer's end is far enough from that of the last to start.
 
         As far as the pool can bear again and again: by the share of it that the newcomer takes, for
-        as long as it takes it.
+        as long as it takes it. None where such requests fill a program even if they end together,
+        and are too few for the next one even if they don't.
         """
         num_steps = newcomer.last_position - newcomer.num_tokens
         mean_pages = newcomer.new_pages + num_steps / self.page_size / 2
         if self.num_pages < _LEAST_PACED * mean_pages:
             return 0
+        filled = min((rows for rows in self._worthwhile_rows if rows > num_running), default=0)
+        last_pages = newcomer.new_pages + num_steps / self.page_size
+        if filled and filled * last_pages <= self.num_pages:
+            most = _REACHED_SHARE * self.num_pages / mean_pages
+            if most < self._worthwhile_rows[filled]:
+                return 0
         turn = num_steps * mean_pages / self.num_pages
         ahead = step + num_steps - self._last_known_end
         return 0 if abs(ahead) >= turn else max(1, int(turn - ahead))

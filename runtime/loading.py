@@ -64,6 +64,7 @@ from treadle.runtime.triton_program import (
     capture_few_tokens,
 )
 from treadle.runtime.weights import plan_weights, read_weights
+from treadle.runtime.worthwhile_rows import find_worthwhile_rows
 
 logger = logging.getLogger("treadle.runtime")
 
@@ -398,6 +399,11 @@ def load_model(
         max_in_flight=2 if config.target == "cuda" else 1,
         quantises_pages=bool(config.kv_format),
         **limit_mixed_steps(loaded),
+        worthwhile_rows=(
+            find_worthwhile_rows(loaded.plan, loaded.graphs, config)
+            if config.target == "cuda"
+            else None
+        ),
     )
     summary = {
         "model": f"{manifest.model_name} ({manifest.model_architecture}, {config.dtype})",

@@ -13,7 +13,7 @@ import heapq
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from operator import attrgetter
 
@@ -53,6 +53,9 @@ class Scheduler:
     of prompts alone and of decodes alone take turns: kernels for prompts read the contexts of so
     many rows at a time, and each of them slower than kernels for decodes do.
 
+    While more wait than there are pages for, decode programs stay full: `worthwhile_rows` says for
+    the rows of a program how many are worth running the next one, see `worthwhile_rows.py`.
+
     With `quantises_pages` the token of a scored prompt that fills a page has a step without others
     of its prompt: it makes codes of those before it and leaves the row's open page to those after.
 
@@ -72,6 +75,7 @@ class Scheduler:
         quantises_pages: bool = False,
         max_mixed_context_tokens: float = math.inf,
         rows_at_once: int = 1,
+        worthwhile_rows: Mapping[int, int] | None = None,
     ) -> None:
         limits = {
             "max_rows": (max_rows, 1),
@@ -112,7 +116,10 @@ class Scheduler:
         self._in_flight: deque[StepPlan] = deque()
         self._next_arrival = 0
         self.admission = Admission(
-            max_rows=max_rows, num_pages=pool.num_pages, page_size=pool.page_size
+            max_rows=max_rows,
+            num_pages=pool.num_pages,
+            page_size=pool.page_size,
+            worthwhile_rows=worthwhile_rows,
         )
         self._claimed_pages = 0  # that all unfinished sequences would have at their limits
         self._next_look = 0  # the step to see again whether the first that waits may start
@@ -644,6 +651,7 @@ class Scheduler:
             ),
             available=self.pool.num_available,
             claimed=self._claimed_pages,
+            num_waiting=len(self._waiting),
             step=self.steps_total,
         )
         self._next_look = self.steps_total + wait

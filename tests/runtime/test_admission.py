@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import random
 import statistics
+from typing import Any
 
 import numpy as np
 import pytest
 
-from treadle.bench.admission import BF16, INT8, Played, Wanted, simulate
+from treadle.bench.admission import (
+    BF16,
+    BF16_PAGES,
+    INT8,
+    INT8_PAGES,
+    Played,
+    Wanted,
+    simulate,
+)
 from treadle.runtime.admission import Admission, Newcomer, Running, forecast_peak
 from treadle.runtime.pages import PagePool
 from treadle.runtime.request import FinishReason, SamplingParams
@@ -73,7 +82,7 @@ def test_what_shrinks_and_grows_has_its_peak_in_between() -> None:
     assert peak_of([(1000, 1.0, False)], end_rate=0.01) == pytest.approx(10 * np.exp(-0.9))
 
 
-def make_admission(**what: int) -> Admission:
+def make_admission(**what: Any) -> Admission:
     return Admission(**{"max_rows": 8, "num_pages": 100, "page_size": 10, **what})
 
 
@@ -82,7 +91,8 @@ def find_wait(admission: Admission, newcomer: Newcomer, positions: list[int], **
     count = len(positions)
     now = np.array(positions)
     running = Running(np.arange(count), now, -(-now // 10) * 10, np.full(count, 1000))
-    return admission.find_wait(newcomer, running, **{"claimed": 1000, "step": 0, **what})
+    known = {"claimed": 1000, "num_waiting": 1, "step": 0}
+    return admission.find_wait(newcomer, running, **{**known, **what})
 
 
 def test_shared_pages_are_nobody_s_to_give_back() -> None:
@@ -92,7 +102,9 @@ def test_shared_pages_are_nobody_s_to_give_back() -> None:
         running = Newcomer(500, 510, new_pages, end_is_known=True)
         admission.note_start(0, running, prompt_tokens=500, step=0)
         now = Running(np.array([0]), np.array([500]), np.array([500]), np.array([510]))
-        wait = admission.find_wait(newcomer, now, available=16, claimed=101, step=0)
+        wait = admission.find_wait(
+            newcomer, now, available=16, claimed=101, num_waiting=1, step=0
+        )
         # It needs 20 pages in the end: 16 are there, and the other one's may come back before.
         assert (wait > 0) == shared
 
@@ -141,14 +153,14 @@ def test_known_ends_that_would_fall_together_are_kept_a_turn_apart() -> None:
     first = Newcomer(50, 100, 5, end_is_known=True)
     admission.note_start(0, first, prompt_tokens=50, step=0)
     now = Running(np.array([0]), np.array([50]), np.array([50]), np.array([100]))
-    contended = {"available": 120, "claimed": 1000}
+    contended = {"available": 120, "claimed": 1000, "num_waiting": 1}
     turn = 50 * 7.5 / 200
     wait = admission.find_wait(first, now, step=0, **contended)
     assert 1 <= wait <= turn
     assert admission.find_wait(first, now, step=wait + 1, **contended) == 0
     # Nor where there is room for all that wait, or much of the pool is free.
-    assert admission.find_wait(first, now, step=0, available=120, claimed=200) == 0
-    assert admission.find_wait(first, now, step=0, available=190, claimed=1000) == 0
+    assert admission.find_wait(first, now, step=0, **{**contended, "claimed": 200}) == 0
+    assert admission.find_wait(first, now, step=0, **{**contended, "available": 190}) == 0
     longer = first._replace(last_position=104)
     assert admission.find_wait(longer, now, step=0, **contended) == 0
 
@@ -160,8 +172,55 @@ def test_what_can_only_fit_starts_at_once() -> None:
     for row in range(4):
         admission.note_start(row, newcomer, prompt_tokens=100, step=0)
     now = Running(np.arange(4), *(np.full(4, tokens) for tokens in (100, 100, 200)))
-    assert admission.find_wait(newcomer, now, available=60, claimed=101, step=0) > 0
-    assert admission.find_wait(newcomer, now, available=60, claimed=100, step=0) == 0
+    known = {"available": 60, "num_waiting": 1, "step": 0}
+    assert admission.find_wait(newcomer, now, claimed=101, **known) > 0
+    assert admission.find_wait(newcomer, now, claimed=100, **known) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_running", "num_waiting", "worthwhile", "starts"),
+    [
+        (4, 100, 8, False),  # there is room for 6 at most
+        (4, 100, 6, True),
+        (3, 100, 8, True),  # the program of 4 is not full
+        (5, 100, 8, True),  # nor is that of 8
+        (4, 2, 8, True),  # nobody is left waiting
+        (4, 3, 8, False),
+    ],
+)
+def test_a_full_program_stays_full_while_the_next_is_not_worth_it(
+    num_running: int, num_waiting: int, worthwhile: int, starts: bool
+) -> None:
+    # 15 pages each in the end, which is not known to be theirs together; 100 pages hold 6 of them.
+    newcomer = Newcomer(100, 150, 10, end_is_known=False)
+    admission = make_admission(worthwhile_rows={2: 3, 4: worthwhile})
+    for row in range(num_running):
+        admission.note_start(row, newcomer, prompt_tokens=100, step=0)
+    for _ in range(200):
+        admission.note_end(0, 50, is_early=False)
+    count = (np.full(num_running, tokens) for tokens in (100, 100, 150))
+    wait = admission.find_wait(
+        newcomer,
+        Running(np.arange(num_running), *count),
+        available=100 - 10 * num_running,
+        claimed=1000,
+        num_waiting=num_waiting,
+        step=0,
+    )
+    assert (wait == 0) == starts
+
+
+def test_ends_are_not_kept_apart_where_that_fills_no_larger_program() -> None:
+    newcomer = Newcomer(50, 100, 5, end_is_known=True)
+    now = Running(np.array([0]), np.array([50]), np.array([50]), np.array([100]))
+    # 200 pages hold 20 requests that end together, and 27 of which no two do.
+    for worthwhile, waits in (({16: 30}, False), ({16: 20}, True), ({24: 48}, True)):
+        admission = make_admission(num_pages=200, max_rows=48, worthwhile_rows=worthwhile)
+        admission.note_start(0, newcomer, prompt_tokens=50, step=0)
+        wait = admission.find_wait(
+            newcomer, now, available=120, claimed=1000, num_waiting=50, step=0
+        )
+        assert (wait > 0) == waits
 
 
 # --- The scheduler with it
@@ -289,7 +348,21 @@ def test_answers_that_end_early_lose_no_concurrency(rng_seed: int) -> None:
 def test_decodes_and_prompts_in_turns_take_less_time_by_what_their_steps_cost() -> None:
     wanted = [Wanted(1024, 1024)] * 512
     for num_pages, cost in ((2560, BF16), (4927, INT8)):
-        mixed = simulate(wanted, num_pages=num_pages, cost=cost, takes_turns=False)
-        in_turns = simulate(wanted, num_pages=num_pages, cost=cost)
+        sizes = {"num_pages": num_pages, "cost": cost, "stays_full": False}
+        mixed = simulate(wanted, **sizes, takes_turns=False)
+        in_turns = simulate(wanted, **sizes)
         assert in_turns.tokens == mixed.tokens
         assert in_turns.seconds < 0.95 * mixed.seconds
+
+
+@pytest.mark.parametrize("count", [256, 512, 2048])
+def test_full_programs_take_less_time_by_what_their_steps_cost(count: int) -> None:
+    wanted = [Wanted(1024, 1024)] * count
+    larger = simulate(wanted, num_pages=INT8_PAGES, cost=INT8, stays_full=False)
+    full = simulate(wanted, num_pages=INT8_PAGES, cost=INT8)
+    assert full.tokens == larger.tokens
+    assert max(full.running) == 128 < max(larger.running)
+    assert full.seconds < 0.99 * larger.seconds
+    # In bf16 no program gets full, and nothing changes.
+    few = simulate(wanted, num_pages=BF16_PAGES, cost=BF16, stays_full=False)
+    assert simulate(wanted, num_pages=BF16_PAGES, cost=BF16) == few

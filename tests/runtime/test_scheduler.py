@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -198,6 +198,7 @@ class Bench:
         looks_ahead: bool = True,
         max_mixed_context_tokens: float = math.inf,
         rows_at_once: int = 1,
+        worthwhile_rows: Mapping[int, int] | None = None,
     ) -> None:
         self.host: HostPages | None = None
         if num_host_pages:
@@ -214,6 +215,7 @@ class Bench:
             eos_token_ids=[EOS],
             max_mixed_context_tokens=max_mixed_context_tokens,
             rows_at_once=rows_at_once,
+            worthwhile_rows=worthwhile_rows,
         )
         if not looks_ahead:  # admit what has pages for its prompt, so that others are preempted
             self.scheduler.admission.find_wait = lambda *what, **more: 0  # type: ignore[method-assign]
@@ -1203,6 +1205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         fetches=st.sampled_from(["always", "at times", "never"]),
         looks_ahead=st.booleans(),
         max_mixed_context_tokens=st.sampled_from([0, 15, math.inf]),
+        worthwhile_rows=st.sampled_from([{}, {1: 3, 2: 4}]),
         seed=st.integers(0, 2**16),
     )
     def start(
@@ -1221,6 +1224,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         fetches: str,
         looks_ahead: bool,
         max_mixed_context_tokens: float,
+        worthwhile_rows: dict[int, int],
         seed: int,
     ) -> None:
         rng = random.Random(seed)
@@ -1241,6 +1245,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ),
             looks_ahead=looks_ahead,
             max_mixed_context_tokens=max_mixed_context_tokens,
+            worthwhile_rows=worthwhile_rows,
         )
         self.prompts = [random_prompt(rng, 40) for _ in range(2)]
 
