@@ -102,9 +102,7 @@ def test_shared_pages_are_nobody_s_to_give_back() -> None:
         running = Newcomer(500, 510, new_pages, end_is_known=True)
         admission.note_start(0, running, prompt_tokens=500, step=0)
         now = Running(np.array([0]), np.array([500]), np.array([500]), np.array([510]))
-        wait = admission.find_wait(
-            newcomer, now, available=16, claimed=101, num_waiting=1, step=0
-        )
+        wait = admission.find_wait(newcomer, now, available=16, claimed=101, num_waiting=1, step=0)
         # It needs 20 pages in the end: 16 are there, and the other one's may come back before.
         assert (wait > 0) == shared
 
