@@ -1,7 +1,8 @@
 """Time whole decode steps, input preparation and sampling included, under CUDA graphs.
 
 Run: python bench/decode.py --models llama-3.1-8b,llama-3.2-1b --batches 1,8,32 --contexts 1024
-`--parts` times the step again with one kind of kernel left out at a time, to see where time goes.
+`--parts` times the step again with one kind of kernel left out at a time, to see where time goes;
+`--keep-up 5` replays it for five seconds, as a server does, until the card is at its power limit.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +22,7 @@ sys.path[:] = [str(ROOT / ".import"), *[p for p in sys.path if Path(p or ".").re
 import torch  # noqa: E402
 
 from treadle.bench.cases import add_options, play  # noqa: E402
+from treadle.bench.kept_up import keep_up  # noqa: E402
 from treadle.bench.random_models import CONFIGS, BenchEngine, build_engine  # noqa: E402
 from treadle.bench.rows import Row, conditions, with_goal  # noqa: E402
 from treadle.ir.cost import read_bytes  # noqa: E402
@@ -55,14 +58,25 @@ def measure(name: str, batch: int, context: int, asked: argparse.Namespace) -> I
         reuse_memory=not asked.parts,
     )
     engine.trial.fill(batch, context)
-    times = time_graph_ms(engine.graphed(batch), engine.trial, context, ROUNDS)
-    value = statistics.median(times)
+    graphed = engine.graphed(batch)
+    value = statistics.median(time_graph_ms(graphed, engine.trial, context, ROUNDS))
+    kept_up: dict[str, float] = {}
+    if asked.keep_up:
+        length = engine.trial.state.tensors["length"]
+
+        def step() -> object:
+            length.fill_(context)
+            return graphed.run(batch, batch)
+
+        found = keep_up(step, length.device, asked.keep_up)
+        print(f"         {found}", flush=True)
+        kept_up = {f"kept_up_{name}": value for name, value in asdict(found).items()}
     logits = engine.programs["decode", batch].values["logits"]
     assert bool(torch.isfinite(logits).all()), "logits are not finite"
     case = case_of(name, batch, context, asked.kv_dtype)
     goal, peers = with_goal("decode", case)
     floor = floor_ms(engine, batch, context)
-    stated = conditions(dtype="bf16", weights="random", page_size=64, graphs=True)
+    stated = conditions(dtype="bf16", weights="random", page_size=64, graphs=True, **kept_up)
     yield Row("decode", case, value, "ms", "lower", goal, floor, peers, stated)
     if asked.parts:
         print_parts(engine, batch, context, value)
@@ -76,6 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--contexts", default="1024")
     parser.add_argument("--kv-dtype", default="auto", choices=list(KV_DTYPES))
     parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--keep-up", type=float, default=0.0, help="seconds")
     add_options(parser)
     began_s, asked = time.monotonic(), parser.parse_args(arguments)
     cases = [

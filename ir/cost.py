@@ -37,11 +37,16 @@ def op_cost(op: Op, graph: Graph, dims: Mapping[str, int]) -> Cost:
         max(0, _plain_cost(inner, graph, dims).bytes - _values_bytes(inner, graph, dims))
         for inner in readers
     )
+    # And one with weights: of all experts it reads those that the tokens choose.
+    others = [inner for inner in op.body if inner not in (*stateful, *readers)]
+    loaders = [inner for inner in others if any(_is_loaded(n, graph) for n in inner.inputs)]
+    touched += sum(_loaded_bytes(inner, graph, dims) for inner in loaders)
+    loaded = {name for inner in loaders for name in inner.inputs if _is_loaded(name, graph)}
     per_token = {**dims, "C": dims["T"]}  # of a table over positions a row per token is read
     moved = sum(
         graph.type_of(name).num_bytes(per_token)
         for name in (*op.inputs, *op.outputs)
-        if not graph.type_of(name).layout and name != "block_table"
+        if name not in loaded and not graph.type_of(name).layout and name != "block_table"
     )
     return Cost(flops, moved + touched)
 
@@ -59,10 +64,15 @@ def read_bytes(graph: Graph, dims: Mapping[str, int]) -> int:
                 whole, without = (_plain_cost(op, graph, {**dims, **c}) for c in ({}, {"C": 0}))
                 total += whole.bytes - without.bytes
         elif any(_is_loaded(name, graph) for name in op.inputs):
-            values = [name for name in (*op.inputs, *op.outputs) if not name.startswith("@")]
-            moved = sum(graph.type_of(name).num_bytes(dims) for name in values)
-            total += max(0, _plain_cost(op, graph, dims).bytes - moved)
+            total += _loaded_bytes(op, graph, dims)
     return total
+
+
+def _loaded_bytes(op: Op, graph: Graph, dims: Mapping[str, int]) -> int:
+    """Give what an op with weights reads of them."""
+    values = [name for name in (*op.inputs, *op.outputs) if not name.startswith("@")]
+    moved = sum(graph.type_of(name).num_bytes(dims) for name in values)
+    return max(0, _plain_cost(op, graph, dims).bytes - moved)
 
 
 def _is_loaded(name: str, graph: Graph) -> bool:

@@ -42,11 +42,13 @@ def _cost_facts(op: Op, graph: Graph) -> tuple[str, ...]:
         found = op_cost(op, graph, dims)
         return found.flops, found.bytes
 
-    fixed, each = cost(0), cost(1)
-    facts = (
+    fixed, each, both = cost(0), cost(1), cost(2)
+    facts: tuple[str, ...] = (
         f"Must move {fixed[1]:,} bytes and {each[1] - fixed[1]:,} per token; must compute "
         f"{each[0] - fixed[0]:,} operations per token.",
     )
+    if both[1] - each[1] < each[1] - fixed[1]:
+        facts += ("Tokens that choose the same experts move their weights once.",)
     if any(inner.kind in ("attention", "latent_attention") for inner in op.plain):
         return (
             *facts,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from tests.checkpoints import make_llama
 from treadle.bench import (
     baselines,
+    compare_tables,
     decode,
     host_time,
     kernels,
@@ -28,9 +30,11 @@ from treadle.bench import (
     workloads,
 )
 from treadle.bench.checkpoints import write_checkpoint
+from treadle.bench.kept_up import KeptUp, keep_up, read_lines
 from treadle.bench.random_models import CONFIGS
 from treadle.bench.rows import Row
 from treadle.bench.timing import Spread, time_in_turn, timed_round
+from treadle.kernels.tuned import TunedTable
 from treadle.models.config import from_hf
 from treadle.runtime.checkpoint import open_checkpoint
 from treadle.runtime.roofs import Roofs
@@ -40,6 +44,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = [
     "admission",
     "baselines",
+    "compare_tables",
     "decode",
     "goals",
     "host_time",
@@ -142,6 +147,38 @@ def test_what_is_not_timed_runs_ahead_of_each_round() -> None:
     assert played == ["before", "call"]
     assert time_in_turn({"ours": timed}, 2)["ours"].us >= 0
     assert played == ["before", "call"] * 3
+
+
+def test_what_is_kept_up_is_called_until_the_time_is_over() -> None:
+    called: list[float] = []
+
+    def call() -> None:
+        called.append(time.perf_counter())
+        time.sleep(0.001)
+
+    found = keep_up(call, torch.device("cpu"), 0.1)
+    assert called[-1] - called[0] >= 0.08
+    assert found.ms == pytest.approx(1e2 / (len(called) - 1), rel=0.5)
+    assert (found.watts, found.joules) == (0.0, 0.0)
+    assert "kept up" in str(found) and "W" not in str(found)
+
+
+def test_clock_and_power_are_read_from_whole_lines() -> None:
+    told = "1980, 373.4\n1620, 692.7\n[N/A], 690.0\n1605, 69"
+    assert read_lines(told) == [(1980.0, 373.4), (1620.0, 692.7)]
+    assert "1620 MHz and 500 W, 5.00 J" in str(KeptUp(10.0, 1620.0, 500.0))
+
+
+@pytest.mark.interpreted
+def test_tables_are_compared_once_and_kept_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.json").write_text(TunedTable("").text())
+    work = ["--work", "tiny:decode:2x8", "--tables", str(tmp_path / "mine.json")]
+    assert compare_tables.main([*work, *INTERPRET, "--seconds", "0", "--layers", "1"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in told] == ["shipped", "mine"]
+    assert all("ms once" in line and "ms kept up" in line for line in told)
 
 
 def test_what_goals_are_set_for_is_summed_up() -> None:

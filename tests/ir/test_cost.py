@@ -26,6 +26,21 @@ def test_attention_inside_a_fused_op_reads_the_cache_as_alone() -> None:
         assert long.flops > short.flops
 
 
+def test_experts_inside_a_fused_op_are_those_that_its_tokens_choose() -> None:
+    graph = toy_graph(
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        num_experts=16,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+    )
+    alone = next(op for op in graph.ops if op.kind == "expert_linear")
+    fused = replace(alone, kind="fused", body=(alone,))
+    for rows in (1, 4):
+        dims = {**DIMS, "T": rows, "B": rows, "C": 0}
+        assert op_cost(fused, graph, dims) == op_cost(alone, graph, dims)
+
+
 # --- what a step reads ----------------------------------------------------------------------------
 
 

@@ -8,7 +8,8 @@ Covers:
   routed: bf16[T, 2880] = combine(experts_down, scales)
   after_mlp: bf16[T, 2880] = add(after_attention, routed)
 
-Must move 531,025,920 bytes and 34,592 per token; must compute 66,358,080 operations per token.
+Must move 0 bytes and 66,389,792 per token; must compute 66,358,080 operations per token.
+Tokens that choose the same experts move their weights once.
 
 Schedule: BLOCK_N=8, BLOCK_K=512, USE_PDL=True, num_warps=4, num_stages=1
 """

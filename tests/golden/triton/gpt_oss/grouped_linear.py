@@ -6,6 +6,7 @@ Covers:
     experts_starts, @experts_down_bias)
 
 Must move 0 bytes and 66,401,296 per token; must compute 66,355,200 operations per token.
+Tokens that choose the same experts move their weights once.
 
 Schedule: BLOCK_M=16, BLOCK_N=64, BLOCK_K=128, USE_PDL=True, num_warps=4, num_stages=4
 """

@@ -7,7 +7,8 @@ Covers:
   routed: bf16[T, 2048] = combine(experts_down, scales)
   after_mlp: bf16[T, 2048] = add(after_attention, routed)
 
-Must move 402,653,184 bytes and 20,544 per token; must compute 25,167,872 operations per token.
+Must move 0 bytes and 25,186,368 per token; must compute 25,167,872 operations per token.
+Tokens that choose the same experts move their weights once.
 
 Schedule: BLOCK_N=8, BLOCK_K=512, USE_PDL=True, num_warps=4, num_stages=1
 """

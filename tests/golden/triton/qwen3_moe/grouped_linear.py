@@ -6,6 +6,7 @@ Covers:
     experts_starts)
 
 Must move 0 bytes and 25,210,912 per token; must compute 25,165,824 operations per token.
+Tokens that choose the same experts move their weights once.
 
 Schedule: BLOCK_M=16, BLOCK_N=64, BLOCK_K=128, USE_PDL=True, num_warps=4, num_stages=4
 """

@@ -6,7 +6,8 @@ Covers:
     experts_order, experts_starts)
   experts_gated: bf16[8T, 768] = glu(experts_gate_up; act='silu', interleave=8)
 
-Must move 805,306,884 bytes and 16,416 per token; must compute 50,368,512 operations per token.
+Must move 516 bytes and 50,347,548 per token; must compute 50,368,512 operations per token.
+Tokens that choose the same experts move their weights once.
 
 Schedule: BLOCK_M=16, BLOCK_N=64, BLOCK_K=128, USE_PDL=True, num_warps=4, num_stages=4
 """
