@@ -67,7 +67,7 @@ def command(
 
     `answer` names a function of the same parameters that is asked first, and loads in a moment: it
     says whether it has answered, so that the body is not needed. One that `runs_model` will need
-    the GPU of the artifact that it is given.
+    the GPU of the artifact that it is given; its body also takes `compile_model`, for a MODEL.
     """
 
     def declare(declaration: Declaration) -> click.Command:
@@ -76,6 +76,7 @@ def command(
             run_body(body, options, answer, runs_model=runs_model)
 
         callback.body = body  # type: ignore[attr-defined]
+        callback.runs_model = runs_model  # type: ignore[attr-defined]
         return group.command(name)(callback)
 
     return declare
@@ -90,6 +91,8 @@ def run_body(
         knobs.use_interpreter()  # Triton reads that on import
     elif target == "cuda" and runs_model:
         begin_context()  # meanwhile torch is imported
+    if runs_model:
+        options["compile_model"] = _compile_model
     try:
         if answer and _load(answer)(**options):
             return
@@ -108,6 +111,12 @@ def run_body(
             found = {"kind": type(error).__name__, "message": error.message, "remedy": error.remedy}
             click.echo(json.dumps({"error": found | {"exit_code": error.exit_code}}))
         raise
+
+
+def _compile_model(**what: Any) -> Path:
+    """Compile a MODEL into the cache. Whoever runs an artifact does not load the compiler."""
+    artifact: Path = _load("runtime.compile_command:compile_into_cache")(**what)
+    return artifact
 
 
 def _load(path: str) -> Callable[..., Any]:
@@ -627,7 +636,7 @@ def chat_command() -> None:
     """
 
 
-@command("show", "runtime.commands:run_show")
+@command("show", "runtime.show_command:run_show")
 @click.argument("source", metavar="ARTIFACT|MODEL")
 @step_options
 @click.option("--fused", is_flag=True, help="The graph after fusion instead of as authored.")
@@ -650,7 +659,7 @@ def show_command() -> None:
     """
 
 
-@command("explain", "runtime.commands:run_explain")
+@command("explain", "runtime.show_command:run_explain")
 @click.argument("source", metavar="ARTIFACT|MODEL")
 @step_options
 @click.option("--op", default="", metavar="NAME", help="Only this authored op; `show` lists them.")

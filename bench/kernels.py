@@ -35,7 +35,7 @@ from treadle.kernels.dtypes import TORCH_DTYPES  # noqa: E402
 from treadle.runtime import machine  # noqa: E402
 from treadle.runtime.config import KV_DTYPES  # noqa: E402
 from treadle.runtime.console import print_table  # noqa: E402
-from treadle.runtime.planner import bucket_dims  # noqa: E402
+from treadle.runtime.plan import bucket_dims  # noqa: E402
 from treadle.runtime.roofs import Roofs, measure_roofs  # noqa: E402
 from treadle.runtime.trial import SelectedProgram  # noqa: E402
 from treadle.runtime.triton_program import TritonProgram  # noqa: E402

@@ -29,7 +29,7 @@ from treadle.ir.cost import op_cost  # noqa: E402
 from treadle.kernels.schedule.machine import power_of_two  # noqa: E402
 from treadle.runtime import machine  # noqa: E402
 from treadle.runtime.config import KV_DTYPES  # noqa: E402
-from treadle.runtime.planner import bucket_dims  # noqa: E402
+from treadle.runtime.plan import bucket_dims  # noqa: E402
 from treadle.runtime.roofs import best_seconds  # noqa: E402
 
 MATMUL_FLOPS_PER_S = 786e12  # measured on an H200: bf16 matmul

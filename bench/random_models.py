@@ -21,6 +21,7 @@ from treadle.models.config import from_hf
 from treadle.runtime import compiler, machine, planner
 from treadle.runtime.binaries import jobs_of
 from treadle.runtime.config import EngineConfig
+from treadle.runtime.plan import Plan
 from treadle.runtime.trial import Trial, make_trial
 from treadle.runtime.triton_program import GraphedProgram, TritonProgram, allocate_workspace
 
@@ -226,14 +227,14 @@ class BenchEngine:
     """A trial with its programs built; `kernels` is the folder of their modules."""
 
     trial: Trial
-    plan: planner.Plan
+    plan: Plan
     programs: dict[tuple[str, int], TritonProgram]
     kernels: Path
 
     def graphed(self, bucket: int) -> GraphedProgram:
         """Capture the decode program of a bucket, its kernels compiled in parallel before."""
         program = self.programs["decode", bucket].plan
-        one = planner.Plan((program,), scratch=self.plan.scratch)
+        one = Plan((program,), scratch=self.plan.scratch)
         compile_plan(one, self.trial.graphs, self.trial.engine, self.kernels)
         return GraphedProgram(self.programs["decode", bucket], torch.cuda.graph_pool_handle())
 
@@ -305,7 +306,7 @@ def build_engine(
 
 
 def compile_plan(
-    plan: planner.Plan, graphs: Mapping[str, Graph], engine: EngineConfig, kernels: Path
+    plan: Plan, graphs: Mapping[str, Graph], engine: EngineConfig, kernels: Path
 ) -> None:
     """Compile a plan's kernels in parallel to where this process's Triton looks for them.
 

@@ -39,7 +39,7 @@ from treadle.models.defaults import DEFAULTS  # noqa: E402
 from treadle.runtime import answer_formats, call_formats, pipeline_config  # noqa: E402
 from treadle.runtime.compiler import FORMS  # noqa: E402
 from treadle.runtime.engine import EngineStats  # noqa: E402
-from treadle.runtime.planner import RESAMPLE  # noqa: E402
+from treadle.runtime.plan import RESAMPLE  # noqa: E402
 from treadle.server import (  # noqa: E402
     app,
     errors,

@@ -20,7 +20,7 @@ from treadle.kernels.cross_compile import Argument, Job, Outcome, compile_many
 from treadle.kernels.load import load_module
 from treadle.runtime.artifact import Artifact, check_files, write_error
 from treadle.runtime.config import EngineConfig
-from treadle.runtime.planner import LaunchPlan, Plan, bucket_dims
+from treadle.runtime.plan import LaunchPlan, Plan, bucket_dims
 
 BINARIES = "binaries"
 # What Triton keeps of each stage of a compilation, and would read again with the kernel's binary.

@@ -1,4 +1,4 @@
-"""The bodies of the commands that run a model without a server, or show what became of one.
+"""The bodies of the commands that run a model without a server, and the engine of all that do.
 
 Results go to stdout, progress and remarks to stderr. Called by the command line only, after it has
 chosen the interpreter; the parameters are the options' names.
@@ -14,18 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from treadle.ir.errors import ArtifactError, ConfigError, SpecError
-from treadle.ir.graph import Graph, Op
-from treadle.ir.text import print_graph, print_op, print_weight
-from treadle.models.registry import read_config
+from treadle.ir.errors import ConfigError
 from treadle.runtime import artifact as artifacts
-from treadle.runtime import compiler, machine
 from treadle.runtime.chat import Chat
-from treadle.runtime.checkpoint import open_checkpoint
-from treadle.runtime.compile_key import CompileOptions, cached_artifact_path, engine_config
-from treadle.runtime.compiler import Compilation
-from treadle.runtime.config import read_kv_dtypes
-from treadle.runtime.console import print_table, program_name
 from treadle.runtime.engine import Engine, LoadedModel
 from treadle.runtime.loading import ServeOptions, load_model
 from treadle.runtime.progress import Progress
@@ -50,6 +41,7 @@ def run_generate(
     stop: Sequence[str],
     progress: str,
     as_json: bool,
+    compile_model: Callable[..., Path],
 ) -> None:
     """Answer prompts; one prompt's answer is streamed, several are printed in their order."""
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
@@ -63,7 +55,7 @@ def run_generate(
         stop=tuple(stop),
         continues_text=raw,
     ).validate()
-    with running_engine(source, weight_dtype, target, progress) as (runner, engine):
+    with running_engine(source, weight_dtype, target, progress, compile_model) as (runner, engine):
         requests = [_encode(engine.tokenizer, text, raw) for text in texts]
         if len(texts) == 1 and not as_json:
             runner.run(_stream(engine, requests[0], params))
@@ -90,6 +82,7 @@ def run_chat(
     seed: int | None,
     stop: Sequence[str],
     progress: str,
+    compile_model: Callable[..., Path],
 ) -> None:
     """Talk with the model until the input ends."""
     params = SamplingParams(
@@ -101,69 +94,23 @@ def run_chat(
         seed=seed,
         stop=tuple(stop),
     ).validate()
-    with running_engine(source, weight_dtype, target, progress) as (runner, engine):
+    with running_engine(source, weight_dtype, target, progress, compile_model) as (runner, engine):
         Chat(engine, runner, params, system).converse()
-
-
-def run_show(
-    source: str, step: str, fused: bool, few_tokens: bool, weights: bool, plan: bool, kernel: str
-) -> None:
-    """Print one view of a model or an artifact."""
-    if plan or kernel:
-        artifact = _open_artifact_for(source, "--plan" if plan else "--kernel")
-        if kernel:
-            print(_kernel_text(artifact, kernel), end="")
-        else:
-            programs = artifact.json("plan.json")["programs"]
-            rows = [
-                (p["step"], str(p["bucket"]), p["form"], str(len(p["launches"]))) for p in programs
-            ]
-            print_table([("step", "up to", "form", "launches"), *rows])
-        return
-    compilation = _build(source)
-    graph = compilation.authored[step]
-    if fused or few_tokens:
-        graph = compilation.fused[_form(step, few_tokens)]
-    if weights:
-        print("\n".join(print_weight(weight) for weight in graph.weights))
-    else:
-        print(print_graph(graph), end="")
-
-
-def run_explain(source: str, step: str, few_tokens: bool, op: str) -> None:
-    """Print what became of the authored ops: the fused op of each, and each refusal on the way."""
-    compilation = _build(source)
-    form = _form(step, few_tokens)
-    authored, fused = compilation.authored[step], compilation.fused[form]
-    refusals = [
-        refusal
-        for record in compilation.passes[form]
-        for refusal in record.refusals
-        if not op or op in (refusal.op, *_origins_of(fused, refusal.op))
-    ]
-    if op:
-        print(_explain_op(authored, fused, op))
-    else:
-        kinds: dict[str, int] = {}
-        for each in fused.ops:
-            name = each.params.kernel if each.body else each.kind
-            kinds[name] = kinds.get(name, 0) + 1
-        print(f"{len(authored.ops)} authored ops became {len(fused.ops)}:")
-        print_table([(f"{count} ×", name) for name, count in kinds.items()])
-    print("\nNot fused, and why:" if refusals else "\nNo fusion was refused.")
-    for refusal in refusals:
-        print(f"  {refusal}")
 
 
 @contextmanager
 def running_engine(
-    source: str, weight_dtype: str, target: str, progress: str
+    source: str,
+    weight_dtype: str,
+    target: str,
+    progress: str,
+    compile_model: Callable[..., Path],
 ) -> Iterator[tuple[asyncio.Runner, Engine]]:
     """Start an engine for an artifact or a model source, and give it with its event loop's runner.
 
     The engine is closed at the end. Raises: see `artifact_of` and `load_model`.
     """
-    path = artifact_of(source, target, progress)
+    path = artifact_of(source, target, progress, compile_model)
     engine = make_engine(path, ServeOptions(weight_dtype=weight_dtype), progress)
     with asyncio.Runner() as runner:
         runner.run(engine.start())
@@ -204,9 +151,12 @@ def _tell_warning(model: LoadedModel) -> None:
         print(f"Warning: {warning}.", file=sys.stderr)
 
 
-def artifact_of(source: str, target: str, progress: str, kv_dtype: str = "") -> Path:
+def artifact_of(
+    source: str, target: str, progress: str, compile_model: Callable[..., Path], kv_dtype: str = ""
+) -> Path:
     """Give the artifact's path; a model source is first compiled into the cache.
 
+    `compile_model` does that: `compile_into_cache`, which is loaded only where it is needed.
     Raises: ConfigError: an artifact of another target than the one asked for.
     """
     path = Path(source)
@@ -218,74 +168,7 @@ def artifact_of(source: str, target: str, progress: str, kv_dtype: str = "") -> 
                 remedy=f"Leave --target out, or compile the model with --target {target}.",
             )
         return path
-    options = CompileOptions(target=target, kv_formats=read_kv_dtypes(kv_dtype))
-    out = cached_artifact_path(source, options)
-    with Progress(progress) as shown, shown.phases() as report:
-        return compiler.compile_model(source, out, options, report).artifact.path
-
-
-def _open_artifact_for(source: str, option: str) -> artifacts.Artifact:
-    if not artifacts.is_artifact(Path(source)):
-        raise ArtifactError(
-            f"{option} shows what was compiled, and `{source}` is not an artifact.",
-            remedy=f"Make one: {program_name()} compile {source} -o ARTIFACT",
-        )
-    return artifacts.open_artifact(Path(source))
-
-
-def _kernel_text(artifact: artifacts.Artifact, name: str) -> str:
-    prefix = "kernels/"
-    names = [file.removeprefix(prefix) for file in artifact.manifest.files if prefix in file]
-    wanted = name if name.endswith(".py") else f"{name}.py"
-    if wanted not in names:
-        known = ", ".join(sorted(text.removesuffix(".py") for text in names))
-        raise ArtifactError(
-            f"{artifact.path} has no kernel `{name}`.",
-            remedy=f"It has {known}." if known else "It has none: its target needs none.",
-        )
-    return artifact.text(prefix + wanted)
-
-
-def _build(source: str) -> Compilation:
-    """Build the graphs of a model source, or those of the model that an artifact was made from."""
-    path = Path(source)
-    if artifacts.is_artifact(path):
-        manifest = artifacts.read_manifest(path)
-        config = read_config(open_checkpoint(manifest.model_path).config)
-        return compiler.build(config, manifest.engine)
-    config = read_config(open_checkpoint(source).config)
-    return compiler.build(config, engine_config(config, CompileOptions(), machine.look()))
-
-
-def _form(step: str, few_tokens: bool) -> str:
-    form = f"{step}.few" if few_tokens else step
-    if form not in compiler.FORMS:
-        raise ConfigError(
-            f"The step `{step}` has no form for few tokens.", remedy="Use --step decode."
-        )
-    return form
-
-
-def _explain_op(authored: Graph, fused: Graph, name: str) -> str:
-    found = [op for op in authored.ops if name in (op.name, *op.outputs)]
-    if not found:
-        raise SpecError(
-            f"No op makes a value `{name}` in this step.",
-            remedy=f"`{program_name()} show MODEL` lists them.",
-        )
-    lines = [f"authored at {found[0].where}:", *print_op(found[0], authored, "  ")]
-    for op in fused.ops:
-        if name in (op.name, *op.outputs, *op.origin, *_origins(op)):
-            lines += ["", "became:", *print_op(op, fused, "  ")]
-    return "\n".join(lines)
-
-
-def _origins(op: Op) -> tuple[str, ...]:
-    return tuple(name for inner in op.body for name in (inner.name, *inner.outputs, *inner.origin))
-
-
-def _origins_of(graph: Graph, name: str) -> tuple[str, ...]:
-    return next((_origins(op) for op in graph.ops if op.name == name), ())
+    return compile_model(source=source, target=target, kv_dtype=kv_dtype, progress=progress)
 
 
 def _encode(tokenizer: Tokenizer, text: str, raw: bool) -> list[int]:

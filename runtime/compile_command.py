@@ -1,6 +1,7 @@
 """The body of the command `compile`, for what is not current: see `compile_answer.py` for the rest.
 
-Called by the command line only; the parameters are the options' names.
+The parameters are the options' names. Commands that are given a model instead of an artifact have
+it compiled here, too.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from treadle.runtime.compile_answer import read_options, report_result
+from treadle.runtime.compile_key import CompileOptions, cached_artifact_path
 from treadle.runtime.compiler import compile_model
+from treadle.runtime.config import read_kv_dtypes
 from treadle.runtime.progress import Progress
 from treadle.runtime.tune_command import BUDGET_S, tune_for_compile
 
@@ -54,3 +57,11 @@ def run_compile(
                 tune_for_compile(source, options, report)
             result = compile_model(source, out, options, report)
     report_result(result.artifact, was_current=result.was_current, as_json=as_json)
+
+
+def compile_into_cache(source: str, target: str, kv_dtype: str, progress: str) -> Path:
+    """Compile a model source into the cache, unless that is current, and give the artifact."""
+    options = CompileOptions(target=target, kv_formats=read_kv_dtypes(kv_dtype))
+    out = cached_artifact_path(source, options)
+    with Progress(progress) as shown, shown.phases() as report:
+        return compile_model(source, out, options, report).artifact.path

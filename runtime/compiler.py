@@ -26,7 +26,7 @@ from treadle.runtime.binaries import BINARIES, compile_binaries, jobs_of
 from treadle.runtime.checkpoint import Checkpoint, open_checkpoint
 from treadle.runtime.compile_key import CompileOptions, wanted_manifest
 from treadle.runtime.config import EngineConfig
-from treadle.runtime.planner import RESAMPLE
+from treadle.runtime.plan import RESAMPLE, Plan
 from treadle.runtime.tables import table_for
 from treadle.runtime.tokenizer import Tokenizer
 from treadle.runtime.weights import check_names
@@ -163,7 +163,7 @@ def _write_programs(
     report: Report,
     architecture: str,
     choose: planner.Choose,
-) -> planner.Plan:
+) -> Plan:
     """Plan an engine's programs and write its graphs, its plan and the kernels."""
     (folder / "graph").mkdir(parents=True)
     for step, graph in compilation.authored.items():
@@ -192,7 +192,7 @@ def _copy_tokenizer(checkpoint: Checkpoint, folder: Path, report: Report) -> Non
 
 
 def _compile_kernels(
-    plans: Sequence[tuple[planner.Plan, Compilation]],
+    plans: Sequence[tuple[Plan, Compilation]],
     architecture: str,
     folder: Path,
     report: Report,

@@ -44,7 +44,7 @@ from treadle.runtime.packed_weights import (
 from treadle.runtime.page_copies import PageCopier
 from treadle.runtime.pages import PagePool
 from treadle.runtime.pending_weights import PendingWeights, can_be_pending
-from treadle.runtime.planner import PLAN, RESAMPLE, Plan, bucket_dims, read_plan
+from treadle.runtime.plan import PLAN, RESAMPLE, Plan, bucket_dims, read_plan
 from treadle.runtime.pooling import read_pooling
 from treadle.runtime.reference_program import ReferenceProgram
 from treadle.runtime.scheduler import Scheduler

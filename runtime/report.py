@@ -18,7 +18,7 @@ from treadle.ir.graph import Graph
 from treadle.ir.text import parse_graph
 from treadle.kernels.occupancy import occupancy
 from treadle.runtime.artifact import Artifact
-from treadle.runtime.planner import bucket_dims, read_plan
+from treadle.runtime.plan import bucket_dims, read_plan
 from treadle.runtime.timings import Record, schedule_text
 
 FORMAT = "treadle report 1"

@@ -16,8 +16,8 @@ import torch
 
 from treadle.ir.graph import Graph, Weight
 from treadle.kernels.dtypes import TORCH_DTYPES
-from treadle.runtime import planner
 from treadle.runtime.config import EngineConfig
+from treadle.runtime.plan import Plan, bucket_dims
 from treadle.runtime.state import DeviceState, allocate_state, cache_values
 from treadle.runtime.triton_program import Capturable, Kernels, TritonProgram, Workspace
 from treadle.runtime.weights import rope_table
@@ -33,7 +33,7 @@ class Trial:
     weights: Mapping[str, torch.Tensor]
 
     def programs(
-        self, plan: planner.Plan, kernels: Path, workspace: Workspace
+        self, plan: Plan, kernels: Path, workspace: Workspace
     ) -> dict[tuple[str, int], TritonProgram]:
         """Build the programs of a plan, by step and bucket."""
         modules = Kernels(kernels)
@@ -45,7 +45,7 @@ class Trial:
                 self.state,
                 self.weights,
                 workspace,
-                planner.bucket_dims(self.engine, each.step, each.bucket),
+                bucket_dims(self.engine, each.step, each.bucket),
             )
             for each in plan.programs
         }

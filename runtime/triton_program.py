@@ -20,7 +20,7 @@ from treadle.ir.errors import ArtifactError, KernelError
 from treadle.ir.graph import Graph
 from treadle.kernels.dtypes import TORCH_DTYPES
 from treadle.kernels.load import load_module
-from treadle.runtime.planner import Plan, ProgramPlan
+from treadle.runtime.plan import Plan, ProgramPlan
 from treadle.runtime.state import DeviceState
 
 if TYPE_CHECKING:

@@ -32,6 +32,7 @@ from treadle.kernels.tuned import TunedTable, tuning_key
 from treadle.runtime import planner
 from treadle.runtime.binaries import launch_arguments
 from treadle.runtime.config import EngineConfig
+from treadle.runtime.plan import Plan, bucket_dims
 from treadle.runtime.timings import Record, TimingLog
 from treadle.runtime.trial import (
     FixedProgram,
@@ -153,7 +154,7 @@ class Space:
     ) -> None:
         self.graph, self.engine, self.work, self.kept = graph, engine, work, kept
         self.architecture, self.autotune, self.gpu = architecture, autotune, table.gpu
-        dims = planner.bucket_dims(engine, work.step, work.bucket)
+        dims = bucket_dims(engine, work.step, work.bucket)
         self.where = Situation(dims, work.step, engine.target, architecture)
         self.tunings: dict[str, KernelTuning] = {}
         self.candidates: dict[str, list[Candidate]] = {}
@@ -225,7 +226,7 @@ class Space:
             c for c in own if (c.template, c.schedule) == (wanted.template, wanted.schedule)
         )
 
-    def plan(self, *, reuse_memory: bool = True) -> planner.Plan:
+    def plan(self, *, reuse_memory: bool = True) -> Plan:
         """Plan the program with the choices of the moment."""
         return planner.plan_one(
             self.engine,
@@ -238,7 +239,7 @@ class Space:
             reuse_memory=reuse_memory,
         )
 
-    def modules(self, plan: planner.Plan) -> dict[str, str]:
+    def modules(self, plan: Plan) -> dict[str, str]:
         """Give the kernel that each key has in a plan of this space."""
         launches = plan.programs[0].launches
         return {k: each.kernel for k, each in zip(self.keys, launches, strict=True)}

@@ -13,10 +13,11 @@ import torch
 from treadle.ir.builder import MAX_BIASES
 from treadle.ir.errors import KernelError
 from treadle.runtime.commands import artifact_of
+from treadle.runtime.compile_command import compile_into_cache
 from treadle.runtime.console import print_json, print_table
 from treadle.runtime.diagnose import Finding, find_cause
 from treadle.runtime.loading import LoadedArtifact, ServeOptions, load_artifact
-from treadle.runtime.planner import RESAMPLE
+from treadle.runtime.plan import RESAMPLE
 from treadle.runtime.progress import Progress
 from treadle.runtime.triton_program import TritonProgram
 from treadle.runtime.verify import (
@@ -41,7 +42,7 @@ def run_verify(
 
     Raises: KernelError: a check failed; names the first one and what to look at.
     """
-    path = artifact_of(source, target, progress, kv_dtype)
+    path = artifact_of(source, target, progress, compile_into_cache, kv_dtype)
     options = ServeOptions(num_pages=NUM_PAGES, kv_dtype=kv_dtype)
     with Progress(progress) as shown, shown.phases() as report:
         loaded = load_artifact(path, options, report)

@@ -14,7 +14,7 @@ from itertools import pairwise
 from treadle.ir.cost import op_cost
 from treadle.ir.graph import Graph
 from treadle.runtime.config import EngineConfig
-from treadle.runtime.planner import Plan, bucket_dims
+from treadle.runtime.plan import Plan, bucket_dims
 
 # That a GPU computes in the time of reading one: 170 on an H200 and 155 on an A100, as measured.
 OPERATIONS_PER_BYTE = 170.0

@@ -10,6 +10,7 @@ import logging
 import ssl
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from treadle.ir import knobs
@@ -55,6 +56,7 @@ def run_serve(
     weight_dtype: str,
     target: str,
     progress: str,
+    compile_model: Callable[..., Path],
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, then let the running answers end."""
     imported_s = process_age_s()
@@ -84,7 +86,7 @@ def run_serve(
         pooling=embeddings or "",
         weight_dtype=weight_dtype,
     )
-    path = artifact_of(source, target, progress, chosen)
+    path = artifact_of(source, target, progress, compile_model, chosen)
     found_at_s = time.perf_counter()
     server_options = ServerOptions(
         api_keys=(*api_key, *keys_of_file) or knobs.api_keys(),

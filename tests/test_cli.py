@@ -17,7 +17,7 @@ import pytest
 import treadle
 from treadle import cli
 from treadle.ir import errors
-from treadle.runtime import commands, compile_command
+from treadle.runtime import commands, compile_command, show_command
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = sorted(cli.group.commands)
@@ -39,7 +39,10 @@ def body_of(name: str) -> Callable[..., None]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_body_takes_what_the_command_offers(name: str) -> None:
-    offered = {parameter.name for parameter in cli.group.commands[name].params}
+    command = cli.group.commands[name]
+    offered = {parameter.name for parameter in command.params}
+    if command.callback.runs_model:  # type: ignore[union-attr]
+        offered.add("compile_model")
     assert set(inspect.signature(body_of(name)).parameters) == offered
 
 
@@ -100,7 +103,7 @@ def test_a_wrong_option_ends_with_two(
 def test_an_error_ends_with_its_own_code(
     monkeypatch: pytest.MonkeyPatch, error: errors.TreadleError, exit_code: int
 ) -> None:
-    monkeypatch.setattr(commands, "run_show", raising(error))
+    monkeypatch.setattr(show_command, "run_show", raising(error))
     assert cli.run(["show", "model"]) == exit_code
 
 
@@ -108,7 +111,7 @@ def test_an_error_is_a_paragraph_and_a_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = errors.MachineError("There is no GPU.", remedy="Buy one.")
-    monkeypatch.setattr(commands, "run_show", raising(error))
+    monkeypatch.setattr(show_command, "run_show", raising(error))
     cli.run(["show", "model"])
     captured = capsys.readouterr()
     assert captured.err == "Error: There is no GPU.\nWhat to do: Buy one.\n"
@@ -118,7 +121,7 @@ def test_an_error_is_a_paragraph_and_a_remedy(
 def test_debug_shows_where_an_error_comes_from(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(commands, "run_show", raising(errors.SpecError("a spec.")))
+    monkeypatch.setattr(show_command, "run_show", raising(errors.SpecError("a spec.")))
     monkeypatch.setenv("TREADLE_DEBUG", "1")
     assert cli.run(["show", "model"]) == 1
     captured = capsys.readouterr().err
@@ -137,7 +140,7 @@ def test_a_bad_variable_ends_with_two(
 def test_a_fault_of_ours_asks_for_a_report(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(commands, "run_show", raising(ZeroDivisionError("by zero")))
+    monkeypatch.setattr(show_command, "run_show", raising(ZeroDivisionError("by zero")))
     assert cli.run(["show", "model"]) == 1
     captured = capsys.readouterr().err
     assert "Traceback" in captured
@@ -148,7 +151,7 @@ def test_a_fault_of_ours_asks_for_a_report(
 def test_ctrl_c_ends_with_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(commands, "run_show", raising(KeyboardInterrupt()))
+    monkeypatch.setattr(show_command, "run_show", raising(KeyboardInterrupt()))
     assert cli.run(["show", "model"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 
@@ -227,13 +230,14 @@ def test_a_gpu_s_context_is_begun_before_the_body_of_what_will_run_there_is_load
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, target: str, begun: bool
 ) -> None:
     seen: list[str] = []
+    bodies = show_command if name == "show" else commands
 
     def load(module: str) -> object:
         seen.append("body")
-        return commands
+        return bodies
 
     monkeypatch.setattr(importlib, "import_module", load)
-    monkeypatch.setattr(commands, f"run_{name}", lambda **options: None)
+    monkeypatch.setattr(bodies, f"run_{name}", lambda **options: None)
     monkeypatch.setattr(cli, "begin_context", lambda: seen.append("context"))
     monkeypatch.setattr(cli, "is_artifact", lambda path: path == tmp_path)
     monkeypatch.setattr(cli, "read_manifest", lambda path: type("M", (), {"target": target}))
@@ -260,3 +264,21 @@ def test_a_size_has_a_unit_or_none(text: str, count_bytes: int) -> None:
 def test_other_sizes_are_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match="4GiB"):
         cli.Size().convert(text, None, None)
+
+
+def test_an_artifact_is_served_without_the_compiler() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, treadle.server.commands; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = set(done.stdout.split())
+    assert "treadle.runtime.loading" in loaded
+    assert not loaded & {
+        "treadle.runtime.compiler",
+        "treadle.runtime.planner",
+        "treadle.models.registry",
+        "treadle.kernels.lower.by_kind",
+        "treadle.ir.fuse",
+    }

@@ -16,7 +16,7 @@ from treadle.kernels.cross_compile import Job, Outcome, compile_many
 from treadle.models.config import from_hf
 from treadle.runtime import compiler, planner
 from treadle.runtime.binaries import jobs_of
-from treadle.runtime.planner import Plan
+from treadle.runtime.plan import Plan
 
 # Keys of the config that are not Llama-3.2-1B's, for the sizes of a model people run; for families
 # with kernels that no other has.

@@ -17,6 +17,7 @@ from treadle.models.config import from_hf
 from treadle.runtime import compiler, planner
 from treadle.runtime.binaries import jobs_of
 from treadle.runtime.config import EngineConfig
+from treadle.runtime.plan import Plan
 
 # One layer of Llama-3.2-1B: two heads of it, as it were, would emit the same text.
 CONFIG = {
@@ -41,13 +42,13 @@ MACHINES = ("sm_90", "sm_80", "gfx942")
 JOINED = "rope__kv_write__attention"
 
 
-def _plan(machine: str) -> tuple[planner.Plan, compiler.Compilation]:
+def _plan(machine: str) -> tuple[Plan, compiler.Compilation]:
     compilation = compiler.build(from_hf(CONFIG), ENGINE)
     plan = planner.plan_programs(compilation.fused, ENGINE, architecture=machine)
     return plan, compilation
 
 
-def _first_uses(plan: planner.Plan) -> dict[str, str]:
+def _first_uses(plan: Plan) -> dict[str, str]:
     """Name each module by its kernel and the first bucket that uses it, for readable goldens."""
     names: dict[str, str] = {}
     for program in plan.all_programs:

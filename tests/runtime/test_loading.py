@@ -26,7 +26,7 @@ from treadle.runtime.loading import (
     load_model,
 )
 from treadle.runtime.pending_weights import PendingWeights
-from treadle.runtime.planner import ProgramPlan
+from treadle.runtime.plan import ProgramPlan
 from treadle.runtime.triton_program import GraphedProgram
 
 OPTIONS = ServeOptions(num_pages=4)

@@ -17,16 +17,8 @@ from treadle.models.config import from_hf
 from treadle.runtime import planner
 from treadle.runtime.compiler import Compilation, build
 from treadle.runtime.config import EngineConfig, decode_buckets, mixed_buckets
-from treadle.runtime.planner import (
-    PLAN,
-    Plan,
-    bucket_dims,
-    decode_form,
-    first_candidate,
-    plan_one,
-    plan_programs,
-    read_plan,
-)
+from treadle.runtime.plan import PLAN, Plan, bucket_dims, read_plan
+from treadle.runtime.planner import decode_form, first_candidate, plan_one, plan_programs
 
 
 def compilation(target: str, kv_format: str = "") -> Compilation:
