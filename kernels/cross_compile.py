@@ -57,13 +57,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Resources:
-    """Say what a kernel uses: registers and spilled bytes per thread, shared bytes per program."""
+    """Say what a kernel uses: registers and spilled bytes per thread, shared bytes per program.
+
+    `source_key` is Triton's digest of the kernel's source, part of its binary's name.
+    """
 
     kernel: str
     registers: int
     spill_bytes: int
     shared_bytes: int
     seconds: float
+    source_key: str = ""
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,12 @@ def _compile_call(path: Path, call: Call) -> Resources:
     _build_launcher(kernel)
     registers, spill_bytes = _usage(kernel)
     return Resources(
-        name, registers, spill_bytes, kernel.metadata.shared, time.perf_counter() - started
+        name,
+        registers,
+        spill_bytes,
+        kernel.metadata.shared,
+        time.perf_counter() - started,
+        call.kernel.cache_key,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -28,6 +29,18 @@ def write_module(text: str, name: str, folder: Path | None = None) -> Path:
         return path
     write_whole(path, text)
     return path
+
+
+def tell_source_keys(module: ModuleType, keys: Mapping[str, str]) -> None:
+    """Give a module's kernels, by name, the digests of their sources, as Triton found them before.
+
+    Triton (3.6 to 3.9) keeps the digest in `hash`, and makes it at a kernel's first launch: it
+    parses the source and that of all that it calls, milliseconds that a hundred kernels make long.
+    Wrong ones do no harm but that no binary is found. Of globals that a kernel reads Triton then no
+    longer checks that they stay as they were: an emitted module's do.
+    """
+    for name, key in keys.items():
+        getattr(module, name).hash = key
 
 
 def load_module(source: Path | str, name: str) -> ModuleType:

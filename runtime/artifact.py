@@ -7,7 +7,7 @@ kernels/*.py    the emitted Triton modules
 kv-*/           graphs and plan for each other dtype of the KV cache that it was compiled with
 tokenizer/      the tokenizer and chat template, as a Hugging Face folder
 binaries/       their compiled form (Triton's own cache layout)
-report.json     what each kernel uses of the GPU; target cuda only
+report.json     what each kernel uses of the GPU, and its source's digest; target cuda only
 
 Called by the compiler and the engine.
 """
@@ -29,7 +29,7 @@ from treadle.ir.errors import ArtifactError, ConfigError, MachineError
 from treadle.ir.files import write_whole
 from treadle.runtime.config import KV_DTYPES, EngineConfig
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 

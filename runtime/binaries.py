@@ -122,6 +122,14 @@ def install_binaries(artifact: Artifact) -> Path:
     return folder
 
 
+def read_source_keys(artifact: Artifact) -> dict[str, dict[str, str]]:
+    """Give the digests of the kernels' sources by module and kernel, see `tell_source_keys`."""
+    found: dict[str, dict[str, str]] = {}
+    for row in artifact.json("report.json")["kernels"]:
+        found.setdefault(row["module"], {})[row["kernel"]] = row["source_key"]
+    return found
+
+
 def _copy_binaries(artifact: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name[:16]}.", dir=folder.parent))

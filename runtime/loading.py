@@ -27,7 +27,7 @@ from treadle.ir.graph import Graph
 from treadle.ir.text import parse_graph
 from treadle.runtime import machine
 from treadle.runtime.artifact import TOKENIZER, Artifact, open_artifact
-from treadle.runtime.binaries import BINARIES, install_binaries
+from treadle.runtime.binaries import BINARIES, install_binaries, read_source_keys
 from treadle.runtime.checkpoint import Checkpoint, open_checkpoint
 from treadle.runtime.config import WEIGHT_DTYPES, EngineConfig
 from treadle.runtime.engine import LoadedModel
@@ -321,12 +321,14 @@ def _build_programs(
             )
         return programs, resamples, 0
     begin("loading kernels")
+    source_keys: Mapping[str, Mapping[str, str]] = {}
     with ThreadPoolExecutor(1, thread_name_prefix="treadle-triton") as aside:
         if config.target == "cuda":
             knobs.use_triton_cache(install_binaries(artifact))
             # Before its first launch Triton hashes its own library, 0.3 s without Python's lock.
             hashing = aside.submit(triton_key)
-        kernels = Kernels(artifact.path / "kernels")
+            source_keys = read_source_keys(artifact)
+        kernels = Kernels(artifact.path / "kernels", source_keys)
         workspace = allocate_workspace(plan, state.packed.device)
         for each in plan.programs:
             dims = bucket_dims(config, each.step, each.bucket)

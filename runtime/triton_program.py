@@ -19,7 +19,7 @@ import torch
 from treadle.ir.errors import ArtifactError, KernelError
 from treadle.ir.graph import Graph
 from treadle.kernels.dtypes import TORCH_DTYPES
-from treadle.kernels.load import load_module
+from treadle.kernels.load import load_module, tell_source_keys
 from treadle.runtime.plan import Plan, ProgramPlan
 from treadle.runtime.state import DeviceState
 
@@ -55,11 +55,15 @@ def allocate_workspace(plan: Plan, device: torch.device) -> Workspace:
 class Kernels:
     """The modules of a folder, each looked at once though every layer of every program asks for it.
 
-    Files must stay as they are for as long as it is used.
+    Files must stay as they are for as long as it is used. `source_keys` has, by module and kernel,
+    what Triton need not find out again, see `tell_source_keys`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, source_keys: Mapping[str, Mapping[str, str]] | None = None
+    ) -> None:
         self._folder = folder
+        self._source_keys = source_keys or {}
         self._found: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {}
 
     def launch_of(self, kernel: str) -> tuple[Callable[..., None], tuple[str, ...]]:
@@ -74,7 +78,9 @@ class Kernels:
                     f"The plan launches `{kernel}`, but there is no {path}.",
                     remedy="Compile the model again.",
                 )
-            function = load_module(path, kernel.partition(".")[0]).launch
+            module = load_module(path, kernel.partition(".")[0])
+            tell_source_keys(module, self._source_keys.get(kernel, {}))
+            function = module.launch
             self._found[kernel] = function, tuple(inspect.signature(function).parameters)
         return self._found[kernel]
 

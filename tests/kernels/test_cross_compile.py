@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,52 @@ def test_kernel_compiles_without_spills(outcomes: dict[str, Outcome], name: str)
 
 def test_kernels_have_the_names_of_their_module(outcomes: dict[str, Outcome]) -> None:
     assert [kernel.kernel for kernel in outcomes["gemv"].kernels] == ["gemv__norm__glu"]
+
+
+# Finds the binary of a module of which Triton may not read the source.
+FIND_BINARY = """
+import sys
+from pathlib import Path
+from triton.runtime.jit import JITCallable
+from treadle.kernels.cross_compile import compile_module
+from treadle.kernels.load import load_module, tell_source_keys
+
+def fail(kernel):
+    raise AssertionError("it reads the source")
+
+path, kernel, key, target, *arguments = sys.argv[1:]
+module = load_module(Path(path), Path(path).stem)
+if key:
+    tell_source_keys(module, {kernel: key})
+JITCallable.parse = fail
+types = [int(each) if each.isdecimal() else each for each in arguments]
+print(*(found.source_key for found in compile_module(Path(path), types, target)))
+"""
+
+
+@pytest.mark.parametrize("template", ["gemv", "matmul_gluon"])
+def test_the_key_of_a_source_finds_its_binary_without_reading_the_source(
+    template: str, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path, template, "glu", "sm_90", 1, USE_PDL=True)
+    (outcome,) = compile_many([job], triton_cache=tmp_path / "cache")
+    (kernel,) = outcome.kernels
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment.pop("TRITON_INTERPRET", None)
+
+    def find(key: str) -> subprocess.CompletedProcess[str]:
+        arguments = [job.path, kernel.kernel, key, job.target, *map(str, job.arguments)]
+        return subprocess.run(
+            [sys.executable, "-c", FIND_BINARY, *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+
+    done = find(kernel.source_key)
+    assert done.stdout.strip() == kernel.source_key, done.stderr
+    assert "it reads the source" in find("").stderr
+    assert "it reads the source" in find("0" * 64).stderr
 
 
 def test_failed_jobs_tell_why_and_leave_others_alone(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from tests.kernels.linear_cases import Case, emit_case
 from treadle.ir.errors import ArtifactError
 from treadle.kernels.cross_compile import Job, compile_many
+from treadle.kernels.load import load_module
 from treadle.runtime.artifact import Artifact, finish_manifest, open_artifact, writing
-from treadle.runtime.binaries import BINARIES, install_binaries
+from treadle.runtime.binaries import BINARIES, install_binaries, read_source_keys
+from treadle.runtime.triton_program import Kernels
 
 from .test_artifact import BARE
 
@@ -28,6 +31,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job]:
         (folder / "plan.json").write_text("{}")
         (outcome,) = compile_many([job], triton_cache=folder / BINARIES)
         assert not outcome.error, outcome.error
+        kernels = [{"module": module.stem, **asdict(kernel)} for kernel in outcome.kernels]
+        (folder / "report.json").write_text(json.dumps({"kernels": kernels}))
         finish_manifest(folder, BARE)
     return path, job
 
@@ -51,6 +56,16 @@ def test_what_runs_is_installed_and_no_text_of_a_stage(artifact: Artifact) -> No
     suffixes = {path.suffix for path in install_binaries(artifact).rglob("*.*") if path.is_file()}
     assert {".cubin", ".json"} <= suffixes <= {".cubin", ".json", ".so"}
     assert {".ttir", ".ptx"} <= {path.suffix for path in artifact.path.rglob("*.*")}
+
+
+def test_a_kernel_is_told_the_key_of_its_source_when_its_module_is_loaded(
+    artifact: Artifact, made: tuple[Path, Job]
+) -> None:
+    keys = read_source_keys(artifact)
+    assert list(keys) == ["linear"] and list(keys["linear"]) == ["gemv"]
+    folder = made[0].parent
+    Kernels(folder, keys).launch_of("linear")
+    assert load_module(folder / "linear.py", "linear").gemv.hash == keys["linear"]["gemv"]
 
 
 def test_triton_finds_what_was_installed(artifact: Artifact, made: tuple[Path, Job]) -> None:
