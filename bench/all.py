@@ -20,7 +20,7 @@ from treadle.bench import goals  # noqa: E402
 
 BATCHES = "1,8,32,64,128,256"
 STEPS: dict[str, list[str]] = {
-    "decode": ["--models", "llama-3.1-8b", "--batches", BATCHES],
+    "decode": ["--models", "llama-3.1-8b", "--batches", BATCHES, "--keep-up", "3"],
     "decode-small": ["--models", "llama-3.2-1b,qwen3-0.6b-shapes", "--batches", "1"],
     "prefill": ["--prompts", "1x1024,8x1024,1x512,1x2048,1x8192"],
     "kernels": ["--batches", "1,2,8,32,64,256", "--prompts", "1x1024,8x1024,1x8192"],

@@ -10,7 +10,7 @@ import pytest
 
 from treadle import cli
 from treadle.runtime import compile_command
-from treadle.runtime.artifact import MANIFEST
+from treadle.runtime.artifact import FORMAT, MANIFEST
 
 from ..checkpoints import make_llama
 
@@ -98,6 +98,8 @@ def test_a_manifest_of_another_version_is_left_to_the_compiler(
     words: list[str], compiled: list[str]
 ) -> None:
     file = Path(words[3]) / MANIFEST
-    file.write_text(file.read_text().replace('"format": 3', '"format": 2'))
+    text = file.read_text()
+    file.write_text(text.replace(f'"format": {FORMAT}', f'"format": {FORMAT - 1}'))
+    assert file.read_text() != text
     assert cli.run(words) == 0
     assert compiled == [words[1]]
