@@ -22,7 +22,7 @@ BATCHES = "1,8,32,64,128,256"
 STEPS: dict[str, list[str]] = {
     "decode": ["--models", "llama-3.1-8b", "--batches", BATCHES, "--keep-up", "3"],
     "decode-small": ["--models", "llama-3.2-1b,qwen3-0.6b-shapes", "--batches", "1"],
-    "prefill": ["--prompts", "1x1024,8x1024,1x512,1x2048,1x8192"],
+    "prefill": ["--prompts", "1x1024,8x1024,1x512,1x2048,1x8192", "--keep-up", "3"],
     "kernels": ["--batches", "1,2,8,32,64,256", "--prompts", "1x1024,8x1024,1x8192"],
     "startup": [],
     "host_time": ["--batches", "256,1"],

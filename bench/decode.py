@@ -12,7 +12,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def measure(name: str, batch: int, context: int, asked: argparse.Namespace) -> I
 
         found = keep_up(step, length.device, asked.keep_up)
         print(f"         {found}", flush=True)
-        kept_up = {f"kept_up_{name}": value for name, value in asdict(found).items()}
+        kept_up = found.conditions()
     logits = engine.programs["decode", batch].values["logits"]
     assert bool(torch.isfinite(logits).all()), "logits are not finite"
     case = case_of(name, batch, context, asked.kv_dtype)

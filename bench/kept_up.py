@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -35,6 +35,10 @@ class KeptUp:
     def joules(self) -> float:
         """The energy of a call; 0 where the power can't be read."""
         return self.ms * self.watts / 1e3
+
+    def conditions(self) -> dict[str, float]:
+        """Give the fields as a row's conditions name them."""
+        return {f"kept_up_{name}": value for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
         card = f" at {self.mhz:.0f} MHz and {self.watts:.0f} W, {self.joules:.2f} J"

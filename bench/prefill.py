@@ -3,7 +3,8 @@
 Run: python bench/prefill.py --models llama-3.1-8b --prompts 1x512,1x1024,1x2048,8x1024,1x8192
 `1x1024+80x1536` is a prompt of 1,024 tokens beside 80 rows that decode after 1,536.
 On a GPU the step is captured in a graph for timing, so that the host's launches are left out;
-`launched_ms` among the conditions is the step as it is served, with them.
+`launched_ms` among the conditions is the step as it is served, with them; `--keep-up 5` plays that
+for five seconds, as a busy server does, until the card is at its power limit.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ sys.path[:] = [str(ROOT / ".import"), *[p for p in sys.path if Path(p or ".").re
 import torch  # noqa: E402
 
 from treadle.bench.cases import add_options, play  # noqa: E402
+from treadle.bench.kept_up import keep_up  # noqa: E402
 from treadle.bench.random_models import BenchEngine, build_engine  # noqa: E402
 from treadle.bench.rows import Row, conditions, with_goal  # noqa: E402
 from treadle.bench.timing import time_us  # noqa: E402
@@ -113,6 +115,16 @@ def measure(name: str, text: str, asked: argparse.Namespace) -> Iterator[Row]:
     assert bool(torch.isfinite(program.values["logits"]).all()), "logits are not finite"
     case = case_of(name, text, asked.kv_dtype)
     goal, peers = with_goal("prefill", case)
+    kept_up: dict[str, float] = {}
+    if asked.keep_up:
+
+        def served() -> object:
+            length.copy_(lengths)
+            return step()
+
+        found = keep_up(served, device, asked.keep_up)
+        print(f"         {found}", flush=True)
+        kept_up = found.conditions()
     stated = conditions(
         dtype=asked.dtype,
         weights="random",
@@ -121,6 +133,7 @@ def measure(name: str, text: str, asked: argparse.Namespace) -> Iterator[Row]:
         p10=spread.low / 1e3,
         p90=spread.high / 1e3,
         tokens_per_s=total / spread.us * 1e6,
+        **kept_up,
     )
     floor = floor_ms(engine, sizes)
     yield Row("prefill", case, spread.us / 1e3, "ms", "lower", goal, floor, peers, stated)
@@ -137,6 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "f16", "f32"])
     parser.add_argument("--kv-dtype", default="auto", choices=list(KV_DTYPES))
     parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--keep-up", type=float, default=0.0, help="seconds")
     add_options(parser)
     began_s, asked = time.monotonic(), parser.parse_args(arguments)
     cases = [

@@ -166,7 +166,13 @@ def test_what_is_kept_up_is_called_until_the_time_is_over() -> None:
 def test_clock_and_power_are_read_from_whole_lines() -> None:
     told = "1980, 373.4\n1620, 692.7\n[N/A], 690.0\n1605, 69"
     assert read_lines(told) == [(1980.0, 373.4), (1620.0, 692.7)]
-    assert "1620 MHz and 500 W, 5.00 J" in str(KeptUp(10.0, 1620.0, 500.0))
+    found = KeptUp(10.0, 1620.0, 500.0)
+    assert "1620 MHz and 500 W, 5.00 J" in str(found)
+    assert found.conditions() == {
+        "kept_up_ms": 10.0,
+        "kept_up_mhz": 1620.0,
+        "kept_up_watts": 500.0,
+    }
 
 
 @pytest.mark.interpreted
@@ -210,12 +216,13 @@ def test_what_goals_are_set_for_is_summed_up() -> None:
 
 @pytest.mark.interpreted
 def test_a_step_of_prompts_is_timed(tmp_path: Path) -> None:
-    prompts = "1x16,1x16+3x20"
-    prefill.main(["--models", "tiny", "--prompts", prompts, *INTERPRET, *SMALL, str(tmp_path)])
+    asked = ["--models", "tiny", "--prompts", "1x16,1x16+3x20", "--keep-up", "0.001"]
+    prefill.main([*asked, *INTERPRET, *SMALL, str(tmp_path)])
     rows = read(tmp_path, "prefill")
     row, beside = rows["tiny 1x16"], rows["tiny 1x16+3x20"]
     assert beside["floor"] > row["floor"], "rows that decode compute too"
     assert row["conditions"]["tokens_per_s"] > 0 and row["floor"] > 0
+    assert row["conditions"]["kept_up_ms"] > 0
 
 
 def test_throughput_goes_through_the_engine(tmp_path: Path) -> None:
