@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from tests.ir.toy import CONFIG, toy_graph
 from treadle.ir.cost import op_cost, read_bytes
@@ -11,6 +12,13 @@ from treadle.ir.ops.experts import expected_experts
 from treadle.ir.types import DTYPE_BYTES
 
 DIMS = {"T": 4, "B": 4, "R": 4, "M": 8, "P": 32}
+EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
 
 
 def test_attention_inside_a_fused_op_reads_the_cache_as_alone() -> None:
@@ -27,13 +35,7 @@ def test_attention_inside_a_fused_op_reads_the_cache_as_alone() -> None:
 
 
 def test_experts_inside_a_fused_op_are_those_that_its_tokens_choose() -> None:
-    graph = toy_graph(
-        architectures=["Qwen3MoeForCausalLM"],
-        model_type="qwen3_moe",
-        num_experts=16,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-    )
+    graph = toy_graph(**EXPERTS)
     alone = next(op for op in graph.ops if op.kind == "expert_linear")
     fused = replace(alone, kind="fused", body=(alone,))
     for rows in (1, 4):
@@ -64,13 +66,7 @@ def test_a_step_reads_weights_once_and_the_context_of_each_sequence() -> None:
 
 
 def test_of_experts_a_step_reads_those_that_its_tokens_choose() -> None:
-    graph = toy_graph(
-        architectures=["Qwen3MoeForCausalLM"],
-        model_type="qwen3_moe",
-        num_experts=16,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-    )
+    graph = toy_graph(**EXPERTS)
     all_experts = weight_bytes(graph) - weight_bytes(graph, "experts_gate_up", "experts_down")
     few, many = (read_bytes(graph, {"T": rows, "B": rows, "C": 0}) for rows in (1, 400))
     touched = [expected_experts(16, 2, rows) / 16 for rows in (1, 400)]
