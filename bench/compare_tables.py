@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = machine.device_of(asked.target)
     shipped = shipped_table(machine.look().gpu)
     tables = {"shipped": shipped} | {
-        Path(file).stem: read_table(Path(file)).over(shipped) for file in asked.tables.split(",")
+        file: read_table(Path(file)).over(shipped) for file in asked.tables.split(",")
     }
     name, work = read_work(asked.work)
     steps = {title: prepare(name, work, table, asked) for title, table in tables.items()}
@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
         mean = KeptUp(*map(statistics.mean, zip(*map(astuple, found), strict=True)))
         low, high = min(each.ms for each in found), max(each.ms for each in found)
         print(
-            f"{title:16} {once[title].us / 1e3:.4g} ms once, {mean} ({low:.4g} to {high:.4g} ms)",
+            f"{title}: {once[title].us / 1e3:.4g} ms once, {mean} ({low:.4g} to {high:.4g} ms)",
             flush=True,
         )
     return 0

@@ -36,7 +36,8 @@ def tell_source_keys(module: ModuleType, keys: Mapping[str, str]) -> None:
 
     Triton (3.6 to 3.9) keeps the digest in `hash`, and makes it at a kernel's first launch: it
     parses the source and that of all that it calls, milliseconds that a hundred kernels make long.
-    Wrong ones do no harm but that no binary is found. Of globals that a kernel reads Triton then no
+    The keys must be those of these very files, as an artifact's are, whose files are checked before
+    they are loaded. Of globals that a kernel reads Triton then no
     longer checks that they stay as they were: an emitted module's do.
     """
     for name, key in keys.items():
