@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from treadle.ir import fuse, text
 from treadle.ir.graph import Graph
+from treadle.ir.pick_rows import pick_rows_early
 from treadle.ir.verify import verify
 
 
@@ -34,7 +35,8 @@ PASSES: tuple[Pass, ...] = (
     # weights first: everything after sees the layout that the loader will make
     Pass("interleave_gate_up", fuse.interleave_gate_up, "authored"),
     Pass("pair_rope_halves", fuse.pair_rope_halves, "authored"),
-    # then which form experts multiply in: what joins them depends on it
+    # then how many rows each op has and which form experts multiply in: what joins them follows
+    Pass("pick_rows_early", pick_rows_early, "authored", many_tokens_only=True),
     Pass("group_by_expert", fuse.group_by_expert, "authored", many_tokens_only=True),
     # then what must be one kernel because a view would have to be materialised otherwise
     Pass("fuse_rope_kv_write", fuse.fuse_rope_kv_write, "partly fused"),

@@ -400,12 +400,12 @@ def _glu(chain: _Chain, op: Op, target: str) -> None:
     place = [] if tile.is_gluon else [f"column = {columns}"]
     if tile.is_narrow:
         # Each thread takes whole groups of a row: a gate and its up.
+        threads = f"[{64 * group} // BLOCK_N, {groups}]"
         chain.lines += [
-            f"groups: gl.constexpr = {groups}",
-            "pair_layout: gl.constexpr = gl.BlockedLayout(",
-            f"    [1, {2 * group}], [32 // groups, groups], [WARPS, 1], [1, 0]",
+            f"{chain.value} = gl.convert_layout(",
+            f"    {chain.value},",
+            f"    gl.BlockedLayout([1, {2 * group}], {threads}, [WARPS, 1], [1, 0]),",
             ")",
-            f"{chain.value} = gl.convert_layout({chain.value}, pair_layout)",
         ]
     chain.lines += [
         f"pairs = tl.reshape({chain.value}, ({', '.join(split_axes)}))",

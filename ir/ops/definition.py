@@ -27,7 +27,8 @@ class OpDef:
     names operands written in place: such an op never moves past
     another that touches the same operand. `role` is what fusion may do with it: an `anchor` gets a
     kernel, a `pointwise` op joins its producer's epilogue, a `row` op a prologue, a `view`
-    vanishes.
+    vanishes. One that takes `any_rows` makes each row of its results of the same row of its values,
+    and may have a row per token or per sequence.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class OpDef:
     bytes: Callable[[Any, Types, Types, Dims], int]
     doc: str
     mutates: tuple[str, ...] = ()
+    any_rows: bool = False
     groups: tuple[tuple[str, ...], ...] = ()
 
     @property
@@ -86,6 +88,7 @@ def define(
     flops: Callable[[Any, Types, Types, Dims], int] | None = None,
     bytes_: Callable[[Any, Types, Types, Dims], int] | None = None,
     mutates: str = "",
+    any_rows: bool = False,
 ) -> Callable[[Callable[..., Types]], OpDef]:
     """Make the decorated type rule, with its docstring, the definition of the op `kind`.
 
@@ -107,6 +110,7 @@ def define(
             bytes_ or _moved_bytes,
             (infer.__doc__ or "").strip(),
             tuple(mutates.split()),
+            any_rows,
             tuple(map(tuple, itertools.compress(together, is_optional))),
         )
 

@@ -17,7 +17,7 @@ class RmsNormParams:
     offset: float = 0.0
 
 
-@define("rms_norm", RmsNormParams, "x weight", "y", "row", flops=per_element(4))
+@define("rms_norm", RmsNormParams, "x weight", "y", "row", flops=per_element(4), any_rows=True)
 def rms_norm(params: RmsNormParams, x: TensorType, weight: TensorType) -> Types:
     """Scale each row to unit root mean square, then by the weight.
 
@@ -56,7 +56,15 @@ class LayerNormParams:
     eps: float
 
 
-@define("layer_norm", LayerNormParams, "x weight bias?", "y", "row", flops=per_element(7))
+@define(
+    "layer_norm",
+    LayerNormParams,
+    "x weight bias?",
+    "y",
+    "row",
+    flops=per_element(7),
+    any_rows=True,
+)
 def layer_norm(
     params: LayerNormParams, x: TensorType, weight: TensorType, bias: TensorType | None = None
 ) -> Types:

@@ -13,7 +13,7 @@ from treadle.ir.types import TensorType
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 
-@define("add", NoParams, "a b", "y", "pointwise", flops=per_element(1))
+@define("add", NoParams, "a b", "y", "pointwise", flops=per_element(1), any_rows=True)
 def add(params: NoParams, a: TensorType, b: TensorType) -> Types:
     """Add two tensors of one shape: the residual connection.
 
@@ -30,7 +30,7 @@ class ScaleParams:
     factor: float
 
 
-@define("scale", ScaleParams, "x", "y", "pointwise", flops=per_element(1))
+@define("scale", ScaleParams, "x", "y", "pointwise", flops=per_element(1), any_rows=True)
 def scale(params: ScaleParams, x: TensorType) -> Types:
     """Multiply by a constant.
 
@@ -46,7 +46,7 @@ class SoftCapParams:
     cap: float
 
 
-@define("soft_cap", SoftCapParams, "x", "y", "pointwise", flops=per_element(5))
+@define("soft_cap", SoftCapParams, "x", "y", "pointwise", flops=per_element(5), any_rows=True)
 def soft_cap(params: SoftCapParams, x: TensorType) -> Types:
     """Bend what is large, so that nothing exceeds the cap.
 
@@ -69,7 +69,7 @@ class ActivateParams:
     act: str
 
 
-@define("activate", ActivateParams, "x", "y", "pointwise", flops=per_element(6))
+@define("activate", ActivateParams, "x", "y", "pointwise", flops=per_element(6), any_rows=True)
 def activate(params: ActivateParams, x: TensorType) -> Types:
     """Apply an activation to every element: of a feed-forward without a gate.
 
@@ -96,7 +96,7 @@ class GluParams:
     up_offset: float = rare(0.0)
 
 
-@define("glu", GluParams, "gate_up", "y", "pointwise", flops=per_element(6))
+@define("glu", GluParams, "gate_up", "y", "pointwise", flops=per_element(6), any_rows=True)
 def glu(params: GluParams, gate_up: TensorType) -> Types:
     """Gate one half of the features with the activated other half.
 

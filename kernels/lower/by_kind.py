@@ -31,7 +31,7 @@ from treadle.kernels.lower.latent_attention import (
 from treadle.kernels.lower.linears import lower_head_linear, lower_linear
 from treadle.kernels.lower.norms import lower_layer_norm, lower_norm, lower_section_norm
 from treadle.kernels.lower.pointwise import lower_add, lower_glu
-from treadle.kernels.lower.rows import lower_embed
+from treadle.kernels.lower.rows import lower_embed, lower_gather
 from treadle.kernels.lower.sampling import lower_adjust, lower_count, lower_sample
 from treadle.kernels.lower.step_inputs import lower_advance, lower_resolve
 
@@ -53,6 +53,7 @@ _LOWERINGS: dict[str, Callable[[Op, Graph, Situation], Iterator[Candidate]]] = {
     "add": lower_add,
     "glu": lower_glu,
     "embed": lower_embed,
+    "gather_rows": lower_gather,
     "sample": lower_sample,
     "adjust_logits": lower_adjust,
     "count_tokens": lower_count,

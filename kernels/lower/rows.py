@@ -8,7 +8,7 @@ from treadle.ir.graph import Graph, Op
 from treadle.kernels.emit import Fact
 from treadle.kernels.lower.arguments import plain_arguments
 from treadle.kernels.lower.candidates import Candidate, Situation
-from treadle.kernels.schedule.rows import embed_schedules
+from treadle.kernels.schedule.rows import embed_schedules, pointwise_schedules
 
 
 def lower_embed(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
@@ -18,3 +18,11 @@ def lower_embed(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
     arguments = plain_arguments(op, ("y",), num_tokens="T")
     for schedule in embed_schedules(hidden, where.machine):
         yield Candidate("embed", "embed", shape, schedule, arguments)
+
+
+def lower_gather(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
+    """Lower the choice of rows, where no norm that reads them makes it."""
+    width = graph.type_of(op.inputs[0]).size(-1)
+    arguments = plain_arguments(op, ("y",), num_rows="B")
+    for schedule in pointwise_schedules(width, where.machine):
+        yield Candidate("gather_rows", "gather_rows", {"WIDTH": width}, schedule, arguments)

@@ -225,6 +225,10 @@ _STREAM_TILES = [
     (32, 256, 3, 4),
     (8, 512, 4, 1),
 ]
+# (BLOCK_N, BLOCK_K, warps, programs on a multiprocessor) of programs with several parts, which
+# are as many as run at once: no multiprocessor has a share more than another.
+_EVEN_STREAM_TILES = [(16, 256, 2, 1), (16, 128, 2, 1), (16, 128, 2, 2)]
+MOST_PARTS = 8
 
 
 def _matmul_stream(sizes: Sizes) -> Iterator[Schedule]:
@@ -241,14 +245,42 @@ def _matmul_stream(sizes: Sizes) -> Iterator[Schedule]:
             or (block_n < 32 and (waves > 2 or programs > 16 * NUM_MULTIPROCESSORS))
         ):
             continue
-        yield {
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-            "BLOCK_K": block_k,
-            "STAGES": stages,
-            "USE_PDL": True,
-            "num_warps": warps,
-        }
+        yield _stream(block_m, block_n, block_k, 1, stages, warps)
+    if sizes.rows > GEMV_ROWS:
+        yield from _even_streams(sizes, block_m)
+
+
+def _even_streams(sizes: Sizes, block_m: int) -> Iterator[Schedule]:
+    """Yield programs of several parts, where nearly all multiprocessors get one of them."""
+    for block_n, block_k, warps, at_once in _EVEN_STREAM_TILES:
+        places = NUM_MULTIPROCESSORS * at_once
+        parts = -(-sizes.num_features // (places * block_n))
+        programs = -(-sizes.num_features // (parts * block_n))
+        # A ring, and the results on their way to the layout in which they are stored.
+        room_bytes = MOST_SHARED_BYTES // at_once - 4096 - 4 * block_m * block_n
+        stages = min(8, room_bytes // ((block_m + parts * block_n) * block_k * 2))
+        if (
+            block_n % sizes.feature_multiple == 0
+            and 1 < parts <= MOST_PARTS
+            and programs >= 0.8 * places
+            and stages >= 3
+            and block_k * (stages - 2) <= sizes.num_inputs
+        ):
+            yield _stream(block_m, block_n, block_k, parts, stages, warps)
+
+
+def _stream(
+    block_m: int, block_n: int, block_k: int, parts: int, stages: int, warps: int
+) -> Schedule:
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "PARTS": parts,
+        "STAGES": stages,
+        "USE_PDL": True,
+        "num_warps": warps,
+    }
 
 
 def _matmul(sizes: Sizes, machine: str) -> Iterator[Schedule]:

@@ -24,6 +24,7 @@ HOPPER_ONLY = (
     "matmul_gluon",
     "matmul_stream",
 )
+SEVEN_PARTS = {"BLOCK_M": 32, "BLOCK_K": 64, "PARTS": 7, "STAGES": 6, "USE_PDL": True}
 # Bytes of shared memory that one program may have.
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 
@@ -54,12 +55,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         "tma": write_job(folder, "matmul_skinny_tma", "glu", "sm_90", 32, USE_PDL=True, SPLIT_K=2),
         "gluon": write_job(folder, "matmul_gluon", "glu", "sm_90", 512, USE_PDL=True),
         "stream": write_job(folder, "matmul_stream", "glu", "sm_90", 8, USE_PDL=True),
+        "parts": write_job(folder, "matmul_stream", "glu", "sm_90", 32, **SEVEN_PARTS),
     }
     found = {outcome.job: outcome for outcome in compile_many(list(jobs.values()))}
     return {name: found[job] for name, job in jobs.items()}
 
 
-@pytest.mark.parametrize("name", ["gemv", "ampere", "amd", "tma", "gluon", "stream"])
+@pytest.mark.parametrize("name", ["gemv", "ampere", "amd", "tma", "gluon", "stream", "parts"])
 def test_kernel_compiles_without_spills(outcomes: dict[str, Outcome], name: str) -> None:
     outcome = outcomes[name]
     assert not outcome.error, outcome.error

@@ -21,11 +21,19 @@ SCHEDULES: dict[str, dict[str, int | bool]] = {
 }
 
 
-def check(template: str, form: str, num_tokens: int, device: str, seed: int, folder: Path) -> None:
+def check(
+    template: str,
+    form: str,
+    num_tokens: int,
+    device: str,
+    seed: int,
+    folder: Path,
+    **settings: int | bool,
+) -> None:
     if device != "cuda":
         pytest.skip("needs an NVIDIA GPU of compute capability 9.0: run with --device cuda")
     case = Case(form, N=1056, K=520, dtype="bf16", interleave=16)
-    schedule = SCHEDULES[template] | ({"ROWS": num_tokens} if template == "gemv" else {})
+    schedule = SCHEDULES[template] | ({"ROWS": num_tokens} if template == "gemv" else {}) | settings
     text, fused = emit_case(template, case, **schedule)
     tensors = make_inputs(case, num_tokens, seed)
     wanted = expected(case, tensors)
@@ -71,3 +79,19 @@ def test_few_tokens_stream(
     num_tokens: int, form: str, device: str, rng_seed: int, tmp_path: Path
 ) -> None:
     check("matmul_stream", form, num_tokens, device, rng_seed, tmp_path)
+
+
+@pytest.mark.parametrize("form", ["", "bias add", "glu", "f32"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 64, "PARTS": 7, "STAGES": 6},
+        {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256, "PARTS": 3, "STAGES": 3, "num_warps": 2},
+        {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "PARTS": 4, "STAGES": 4, "num_warps": 8},
+    ],
+    ids=["7 of 32", "3 of 32", "4 of 64"],
+)
+def test_parts_of_a_program_stream(
+    settings: dict[str, int | bool], form: str, device: str, rng_seed: int, tmp_path: Path
+) -> None:
+    check("matmul_stream", form, 33, device, rng_seed, tmp_path, **settings)

@@ -175,14 +175,29 @@ def test_gluon_warps_agree_on_stages(
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "N", "K", "stages", "use_pdl"),
-    [(1, 96, 80, 3, True), (17, 64, 16, 4, False), (9, 160, 144, 2, True), (33, 32, 64, 4, True)],
+    ("num_tokens", "N", "K", "parts", "stages", "use_pdl"),
+    [
+        (1, 96, 80, 1, 3, True),
+        (17, 64, 16, 1, 4, False),
+        (9, 160, 144, 1, 2, True),
+        (33, 32, 64, 1, 4, True),
+        (9, 160, 144, 3, 2, True),
+        (17, 96, 80, 3, 3, False),
+        (33, 64, 16, 2, 4, True),
+    ],
 )
 def test_a_streamed_weight_is_read_in_the_order_it_arrives(
-    num_tokens: int, N: int, K: int, stages: int, use_pdl: bool, rng_seed: int, tmp_path: Path
+    num_tokens: int,
+    N: int,
+    K: int,
+    parts: int,
+    stages: int,
+    use_pdl: bool,
+    rng_seed: int,
+    tmp_path: Path,
 ) -> None:
     case = Case(N=N, K=K, dtype="f16")
-    sizes = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 16}
+    sizes = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 16, "PARTS": parts}
     text, _ = emit_case("matmul_stream", case, **sizes, STAGES=stages, USE_PDL=use_pdl)
     tensors = make_inputs(case, num_tokens, rng_seed)
     path = tmp_path / "kernel.py"

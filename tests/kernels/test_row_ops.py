@@ -74,6 +74,23 @@ def test_embed_copies_scaled_rows(
     assert y[num_tokens:].isnan().all()
 
 
+# --- gather rows --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 576), (3, 1000), (4, 64)])
+def test_gather_copies_the_rows_that_are_wanted(
+    num_rows: int, width: int, dtype: torch.dtype, device: str, rng_seed: int
+) -> None:
+    torch.manual_seed(rng_seed)
+    x, y = torch.randn(9, width).to(dtype), poisoned(num_rows + 1, width, dtype=dtype)
+    index = int32(8, -1, 0, 5, 7)[: num_rows + 1]
+    template = load_template("gather_rows", shape={"WIDTH": width}, schedule={"BLOCK_F": 512})
+    launch(template, x, index, y, num_rows, device=device)
+    assert torch.equal(y[:num_rows], gather_rows(x, index[:num_rows]))
+    assert y[num_rows:].isnan().all()
+
+
 # --- norm ---------------------------------------------------------------------------------------
 
 
@@ -441,6 +458,7 @@ def test_resolve_tokens_fills_in_unknown_ids(in_place: bool, device: str) -> Non
 
 LAUNCHES: dict[str, tuple[cross_compile.Argument, ...]] = {
     "embed": ("i32[8]", "bf16[50, 576]", "bf16[8, 576]", 8),
+    "gather_rows": ("bf16[50, 576]", "i32[8]", "bf16[8, 576]", 8),
     "layer_norm": ("bf16[8, 576]", "bf16[576]", "bf16[576]", None, "bf16[8, 576]", 8),
     "section_norm": ("bf16[8, 960]", "bf16[768]", "bf16[8, 960]", 8),
     "norm": ("bf16[8, 576]", "bf16[576]", None, None, "bf16[8, 576]", None, 8),

@@ -3,7 +3,7 @@
 Covers:
   product = linear(x, weight)
 
-Schedule: BLOCK_M=16, BLOCK_N=32, BLOCK_K=256, STAGES=4, USE_PDL=False, num_warps=4
+Schedule: BLOCK_M=16, BLOCK_N=32, BLOCK_K=256, PARTS=1, STAGES=4, USE_PDL=False, num_warps=4
 """
 
 import torch
@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 SHAPE = dict(N=6144, K=4096, N_OUT=3072)
-SCHEDULE = dict(BLOCK_M=16, BLOCK_N=32, BLOCK_K=256, STAGES=4, USE_PDL=False, num_warps=4)
+SCHEDULE = dict(BLOCK_M=16, BLOCK_N=32, BLOCK_K=256, PARTS=1, STAGES=4, USE_PDL=False, num_warps=4)
 
 # Two names that changed between Triton 3.6 and 3.9.
 fetch_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -50,16 +50,17 @@ def matmul_stream__glu(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
+    PARTS: gl.constexpr,
     STAGES: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):
-    """Compute BLOCK_N features of BLOCK_M tokens."""
+    """Compute PARTS * BLOCK_N features of BLOCK_M tokens."""
     # Grid: axis 0 blocks of features, axis 1 blocks of tokens.
-    pid_n = gl.program_id(0)
+    first_block = gl.program_id(0) * PARTS
     first_token = gl.program_id(1) * BLOCK_M
     NUM_K: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     AHEAD: gl.constexpr = STAGES if STAGES < NUM_K else NUM_K
-    STAGE_BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * 2
+    STAGE_BYTES: gl.constexpr = (BLOCK_M + PARTS * BLOCK_N) * BLOCK_K * 2
     OUT_N: gl.constexpr = BLOCK_N * N_OUT // N
     WARPS: gl.constexpr = gl.num_warps()
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -68,7 +69,9 @@ def matmul_stream__glu(
     x_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     w_layout: gl.constexpr = gl.DotOperandLayout(1, acc_layout, 2)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
-    w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
+    w_ring = gl.allocate_shared_memory(
+        w_desc.dtype, [STAGES * PARTS, BLOCK_N, BLOCK_K], w_desc.layout
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
@@ -77,49 +80,61 @@ def matmul_stream__glu(
 
     for k in range(AHEAD):
         mbarrier.expect(full.index(k), STAGE_BYTES)
-        fetch_tile(w_desc, [pid_n * BLOCK_N, k * BLOCK_K], full.index(k), w_ring.index(k))
+        for part in gl.static_range(PARTS):
+            feature = (first_block + part) * BLOCK_N
+            w_tile = w_ring.index(k * PARTS + part)
+            fetch_tile(w_desc, [feature, k * BLOCK_K], full.index(k), w_tile)
     if USE_PDL:
         wait_for_producer()
         let_dependents_begin()
     for k in range(AHEAD):
         fetch_tile(x_desc, [first_token, k * BLOCK_K], full.index(k), x_ring.index(k))
 
-    acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=acc_layout)  # [BLOCK_M, BLOCK_N]
+    # PARTS of [BLOCK_M, BLOCK_N]
+    accs = (gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=acc_layout),) * PARTS
     for k in range(NUM_K):
         stage = k % STAGES
         ready = full.index(stage)
         mbarrier.wait(ready, (k // STAGES) & 1)
         x = x_ring.index(stage).load(x_layout)  # [BLOCK_M, BLOCK_K]
-        w = w_ring.index(stage).permute((1, 0)).load(w_layout)  # [BLOCK_K, BLOCK_N]
+        ws = ()  # PARTS of [BLOCK_K, BLOCK_N]
+        for part in gl.static_range(PARTS):
+            w_tile = w_ring.index(stage * PARTS + part)
+            ws = ws + (w_tile.permute((1, 0)).load(w_layout),)
         # All warps have read the stage: it may be filled again.
         sync_group()
         more = k + STAGES < NUM_K
         next_k = (k + STAGES) * BLOCK_K
         mbarrier.expect(ready, STAGE_BYTES, pred=more)
-        fetch_tile(w_desc, [pid_n * BLOCK_N, next_k], ready, w_ring.index(stage), pred=more)
+        for part in gl.static_range(PARTS):
+            feature = (first_block + part) * BLOCK_N
+            w_tile = w_ring.index(stage * PARTS + part)
+            fetch_tile(w_desc, [feature, next_k], ready, w_tile, pred=more)
         fetch_tile(x_desc, [first_token, next_k], ready, x_ring.index(stage), pred=more)
-        acc = mma_v2(x, w, acc)
+        for part in gl.static_range(PARTS):
+            accs = accs[:part] + (mma_v2(x, ws[part], accs[part]),) + accs[part + 1 :]
 
-    # product = linear(x, weight)
-    # gated = glu(product, act='silu', interleave=8)
-    groups: gl.constexpr = BLOCK_N // 16
-    pair_layout: gl.constexpr = gl.BlockedLayout(
-        [1, 16], [32 // groups, groups], [WARPS, 1], [1, 0]
-    )
-    acc = gl.convert_layout(acc, pair_layout)
-    pairs = gl.reshape(acc, (BLOCK_M, BLOCK_N // 16, 2, 8))
-    gate, up = gl.split(gl.permute(pairs, (0, 1, 3, 2)))
-    gate = gate / (1.0 + gl.exp(-gate))
-    y = gl.reshape(gate * up, (BLOCK_M, BLOCK_N // 2))  # [BLOCK_M, BLOCK_N // 2]
     # Pairs of features a thread, rows side by side.
     PER_ROW: gl.constexpr = OUT_N // 2 if OUT_N < 64 else 32
     y_layout: gl.constexpr = gl.BlockedLayout([1, 2], [32 // PER_ROW, PER_ROW], [WARPS, 1], [1, 0])
-    y = gl.convert_layout(y.to(y_ptr.dtype.element_ty), y_layout)  # [BLOCK_M, OUT_N]
     row = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, y_layout))
-    column = pid_n * OUT_N + gl.arange(0, OUT_N, layout=gl.SliceLayout(0, y_layout))
-    offsets = row.to(gl.int64)[:, None] * N_OUT + column[None, :]  # [BLOCK_M, OUT_N]
-    inside = (row < num_tokens)[:, None] & (column < N_OUT)[None, :]  # [BLOCK_M, OUT_N]
-    gl.store(y_ptr + offsets, y, mask=inside)
+    for part in gl.static_range(PARTS):
+        pid_n, acc = first_block + part, accs[part]
+        # product = linear(x, weight)
+        # gated = glu(product, act='silu', interleave=8)
+        acc = gl.convert_layout(
+            acc,
+            gl.BlockedLayout([1, 16], [512 // BLOCK_N, BLOCK_N // 16], [WARPS, 1], [1, 0]),
+        )
+        pairs = gl.reshape(acc, (BLOCK_M, BLOCK_N // 16, 2, 8))
+        gate, up = gl.split(gl.permute(pairs, (0, 1, 3, 2)))
+        gate = gate / (1.0 + gl.exp(-gate))
+        y = gl.reshape(gate * up, (BLOCK_M, BLOCK_N // 2))  # [BLOCK_M, BLOCK_N // 2]
+        y = gl.convert_layout(y.to(y_ptr.dtype.element_ty), y_layout)  # [BLOCK_M, OUT_N]
+        column = pid_n * OUT_N + gl.arange(0, OUT_N, layout=gl.SliceLayout(0, y_layout))
+        offsets = row.to(gl.int64)[:, None] * N_OUT + column[None, :]  # [BLOCK_M, OUT_N]
+        inside = (row < num_tokens)[:, None] & (column < N_OUT)[None, :]  # [BLOCK_M, OUT_N]
+        gl.store(y_ptr + offsets, y, mask=inside)
 
 
 def describe(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
@@ -136,7 +151,8 @@ def launch(
 ) -> None:
     """Compute y of `num_tokens` rows. Descriptors go with the launch: none has to be kept."""
     block_m, block_n, block_k = (SCHEDULE[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
-    grid = (triton.cdiv(SHAPE["N"], block_n), triton.cdiv(num_tokens, block_m))
+    features = block_n * SCHEDULE["PARTS"]
+    grid = (triton.cdiv(SHAPE["N"], features), triton.cdiv(num_tokens, block_m))
     options = {"launch_pdl": True} if SCHEDULE["USE_PDL"] else {}
     matmul_stream__glu[grid](
         describe(x[:num_tokens], [block_m, block_k]),

@@ -2,8 +2,8 @@
 of one shape: the residual connection.
 
 Covers:
-  o: bf16[T, 2048] = linear(attended, @o; out_dtype='')
-  after_attention: bf16[T, 2048] = add(after_mlp, o)
+  o: bf16[B, 2048] = linear(attended_picked, @o; out_dtype='')
+  after_attention: bf16[B, 2048] = add(after_mlp_picked, o)
 
 Must move 8,388,608 bytes and 12,288 per token; must compute 8,390,656 operations per token.
 
@@ -14,7 +14,6 @@ Schedule: BLOCK_M=16, BLOCK_N=64, BLOCK_K=128, SPLIT_K=8, PREFETCH_TILES=0, USE_
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 SHAPE = dict(N=2048, K=2048, N_OUT=2048)
 SCHEDULE = dict(
@@ -27,6 +26,15 @@ SCHEDULE = dict(
     num_warps=4,
     num_stages=4,
 )
+
+
+@triton.jit
+def below(index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Tell which indices are below SIZE; a mask that folds away where BLOCK divides SIZE."""
+    if SIZE % BLOCK == 0:
+        return index == index
+    else:
+        return index < SIZE
 
 
 @triton.jit
@@ -64,8 +72,7 @@ def prefetch_tiles(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def linear__add(
-    x_desc,
-    w_desc,
+    x_ptr,
     w_ptr,
     residual_ptr,
     y_ptr,
@@ -89,11 +96,17 @@ def linear__add(
     pid_n = tl.program_id(1)
     part = tl.program_id(2)
     token = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]  # [1, BLOCK_M]
+    feature = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1]
+    lane = tl.arange(0, BLOCK_K)  # [BLOCK_K]
+    w_tile_ptr = w_ptr + (pid_n * BLOCK_N).to(tl.int64) * K
+    w_ptrs = w_tile_ptr + tl.arange(0, BLOCK_N)[:, None] * K + lane[None, :]  # [BLOCK_N, BLOCK_K]
+    x_ptrs = x_ptr + token * K + lane[:, None]  # [BLOCK_K, BLOCK_M]
+    row_mask = below(feature, N, BLOCK_N)  # [BLOCK_N, 1]
+    x_mask = token < num_tokens  # [1, BLOCK_M]
 
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)  # [BLOCK_N, BLOCK_M]
     first = part * PART_K
     stop = tl.minimum(first + PART_K, K)
-    # What lies outside of x and w arrives as zeros.
     if USE_PDL and PREFETCH_TILES > 0:
         # The first tiles of w depend on nothing: they are on their way into L2 before the wait for
         # the producer of x, and the loop below finds them there.
@@ -102,16 +115,20 @@ def linear__add(
         tl.extra.cuda.gdc_launch_dependents()
     elif USE_PDL:
         # The first tile of w depends on nothing: fetch it before waiting for the producer of x.
-        w = w_desc.load([pid_n * BLOCK_N, first])  # [BLOCK_N, BLOCK_K]
+        k_mask = below(first + lane, K, BLOCK_K * SPLIT_K)  # [BLOCK_K]
+        w_mask = row_mask & k_mask[None, :]  # [BLOCK_N, BLOCK_K]
+        w = tl.load(w_ptrs + first, mask=w_mask, other=0.0, eviction_policy="evict_first")
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-        x = x_desc.load([pid_m * BLOCK_M, first])  # [BLOCK_M, BLOCK_K]
-        acc = tl.dot(w, x.T, acc)  # [BLOCK_N, BLOCK_M]
+        x = tl.load(x_ptrs + first, mask=x_mask & k_mask[:, None], other=0.0)
+        acc = tl.dot(w, x, acc)  # [BLOCK_N, BLOCK_M]
         first += BLOCK_K
     for start in range(first, stop, BLOCK_K):
-        w = w_desc.load([pid_n * BLOCK_N, start])  # [BLOCK_N, BLOCK_K]
-        x = x_desc.load([pid_m * BLOCK_M, start])  # [BLOCK_M, BLOCK_K]
-        acc = tl.dot(w, x.T, acc)  # [BLOCK_N, BLOCK_M]
+        k_mask = below(start + lane, K, BLOCK_K)  # [BLOCK_K]
+        w_mask = row_mask & k_mask[None, :]  # [BLOCK_N, BLOCK_K]
+        w = tl.load(w_ptrs + start, mask=w_mask, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptrs + start, mask=x_mask & k_mask[:, None], other=0.0)
+        acc = tl.dot(w, x, acc)  # [BLOCK_N, BLOCK_M]
 
     arrived = SPLIT_K - 1
     if SPLIT_K > 1:
@@ -132,9 +149,8 @@ def linear__add(
                 # Other programs wrote these: `.cg` reads L2, not this multiprocessor's own cache.
                 acc += tl.load(tile_ptrs + other * part_size, cache_modifier=".cg")
             tl.store(counters_ptr + tile, 0)
-        feature = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1]
-        # o = linear(attended, o)
-        # after_attention = add(after_mlp, o)
+        # o = linear(attended_picked, o)
+        # after_attention = add(after_mlp_picked, o)
         inside = (token < num_tokens) & (feature < N_OUT)
         residual_ptrs = residual_ptr + token.to(tl.int64) * N_OUT + feature
         residual = tl.load(residual_ptrs, mask=inside, other=0.0).to(tl.float32)
@@ -164,7 +180,7 @@ def launch(
     counters: torch.Tensor,
     num_tokens: int,
 ) -> None:
-    """Compute y of `num_tokens` rows. Descriptors go with the launch: none has to be kept."""
+    """Compute y of `num_tokens` rows."""
     grid = (
         triton.cdiv(num_tokens, SCHEDULE["BLOCK_M"]),
         triton.cdiv(SHAPE["N"], SCHEDULE["BLOCK_N"]),
@@ -172,8 +188,7 @@ def launch(
     )
     options = {"launch_pdl": True} if SCHEDULE["USE_PDL"] else {}
     linear__add[grid](
-        TensorDescriptor.from_tensor(x, [SCHEDULE["BLOCK_M"], SCHEDULE["BLOCK_K"]]),
-        TensorDescriptor.from_tensor(w, [SCHEDULE["BLOCK_N"], SCHEDULE["BLOCK_K"]]),
+        x,
         w,
         residual,
         y,
