@@ -332,7 +332,7 @@ def _op_lines(definition: OpDef) -> list[str]:
     rows.append(("the author writes", f"`{_call(method)}`" if method else "nothing: `b` adds it"))
     rows += [(name.lower(), _prose(note)) for name, note in notes.items()]
     rows += _cost_rows(definition.kind)
-    rows.append(("role", definition.role))
+    rows.append(("role", definition.role + "; takes any rows" * definition.any_rows))
     covered = [
         f"`{name}` ({', '.join(sorted(stems))})"
         for name, stems in sorted(kernels_of(definition.kind).items())
