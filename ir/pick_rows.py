@@ -7,9 +7,10 @@ multiply a row per sequence. Called by `pipeline.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from treadle.ir.fuse import Refusal, Result
+from treadle.ir.fuse import LINEARS, Refusal, Result
 from treadle.ir.graph import Graph, Op, Value
 from treadle.ir.ops.registry import infer_types, lookup
 
@@ -26,7 +27,7 @@ def pick_rows_early(graph: Graph) -> Result:
             reason = "a sequence has one token in this step"
         elif gather.outputs[0] in graph.outputs:
             reason = "its rows leave the graph"
-        elif not any(op.kind == "linear" for op in followers):
+        elif not any(op.kind in LINEARS for op in followers):
             reason = "no linear before it multiplies rows for it alone"
         else:
             graph = _pick_before(graph, gather, followers)
@@ -67,7 +68,7 @@ def _pick_before(graph: Graph, gather: Op, followers: list[Op]) -> Graph:
             continue
         for name in op.inputs:
             if name not in made and name not in picked and not name.startswith("@"):
-                picked[name] = f"{name}_picked"
+                picked[name] = _name_picked(name, op, types)
                 types[picked[name]] = infer_types(
                     gather.kind, gather.params, (types[name], types[index])
                 )[0]
@@ -79,3 +80,12 @@ def _pick_before(graph: Graph, gather: Op, followers: list[Op]) -> Graph:
     made_by_ops = dict.fromkeys(name for op in ops for name in op.outputs)
     values = tuple(Value(name, types[name]) for name in made_by_ops)
     return replace(graph, ops=tuple(ops), values=values)
+
+
+def _name_picked(name: str, reader: Op, taken: Mapping[str, object]) -> str:
+    """Name the rows that are picked of a value after it, but in the layer that wants them."""
+    scope, dot, _ = reader.name.rpartition(".")
+    found = f"{scope}{dot}{name.rpartition('.')[2]}_picked"
+    while found in taken:
+        found += "_too"
+    return found

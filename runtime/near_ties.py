@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
+from treadle.ir import dims as d
 from treadle.ir.graph import Graph, Op
 from treadle.runtime.reference_program import reference_call
 
@@ -21,14 +22,17 @@ CAP_TOKENS = 2  # and of a short prompt
 def share_of_other_choices(
     op: Op, graph: Graph, tensors: Mapping[str, torch.Tensor], num_tokens: int, noise: float
 ) -> torch.Tensor | None:
-    """Give for each token how often noise makes it choose other experts; None if `op` routes none.
+    """Give for each token how often noise makes it choose other experts.
+
+    None if `op` routes none, or only those rows whose logits are wanted.
 
     `tensors` has the op's operands, weights with `@`. Noise is normal, relative to the root mean
     square of a token's router logits; it may move the choice of a group as well as of an expert.
 
     Shapes: → f32[T] from 0 to 1, on the host.
     """
-    if not any(inner.kind == "route" for inner in op.plain):
+    routes = [inner for inner in op.plain if inner.kind == "route"]
+    if not routes or graph.type_of(routes[0].outputs[0]).shape[0] != d.T:
         return None
     known: dict[str, torch.Tensor] = {}
     for inner in op.plain:

@@ -31,7 +31,7 @@ class RouteParams:
     group_top: int = 1
 
 
-@define("route", RouteParams, "logits correction?", "experts scales", "row")
+@define("route", RouteParams, "logits correction?", "experts scales", "row", any_rows=True)
 def route(params: RouteParams, logits: TensorType, correction: TensorType | None = None) -> Types:
     """Choose the experts of each token, and what their results are scaled by.
 
@@ -94,10 +94,9 @@ def expected_experts(num_experts: int, top_k: int, num_tokens: int) -> float:
 
 
 def _expert_bytes(
-    x: TensorType, weight: TensorType, choices: int, outputs: Types, dims: Dims
+    x: TensorType, weight: TensorType, choices: int, tokens: int, outputs: Types, dims: Dims
 ) -> int:
     """Count x, results and ids once, and the weights of the experts that the choices touch."""
-    tokens = dims["T"]
     touched = expected_experts(weight.size(0), choices, tokens)
     each = weight.num_bytes(dims) // weight.size(0)
     ids = TensorType((choices,), "i32").num_bytes(dims) * tokens
@@ -106,7 +105,9 @@ def _expert_bytes(
 
 
 def _expert_linear_bytes(_params: Any, inputs: Types, outputs: Types, dims: Dims) -> int:
-    return _expert_bytes(inputs[0], inputs[1], inputs[2].size(1), outputs, dims)
+    x, weight, experts, *_ = inputs
+    tokens = d.bind(experts.shape[0], dims)
+    return _expert_bytes(x, weight, experts.size(1), tokens, outputs, dims)
 
 
 def _expert_flops(_params: Any, inputs: Types, outputs: Types, dims: Dims) -> int:
@@ -121,6 +122,7 @@ def _expert_flops(_params: Any, inputs: Types, outputs: Types, dims: Dims) -> in
     "anchor",
     flops=_expert_flops,
     bytes_=_expert_linear_bytes,
+    any_rows=True,
 )
 def expert_linear(
     params: NoParams,
@@ -180,8 +182,10 @@ def sort_by_expert(params: SortParams, experts: TensorType) -> Types:
 
 
 def _grouped_linear_bytes(_params: Any, inputs: Types, outputs: Types, dims: Dims) -> int:
-    choices = d.bind(inputs[2].shape[0], {"T": 1, "B": 1})
-    return _expert_bytes(inputs[0], inputs[1], choices, outputs, dims)
+    x, weight, order, *_ = inputs
+    choices = d.bind(order.shape[0], {"T": 1, "B": 1})
+    tokens = d.bind(order.shape[0], dims) // choices
+    return _expert_bytes(x, weight, choices, tokens, outputs, dims)
 
 
 @define(
@@ -221,7 +225,7 @@ def grouped_linear(
     return (x.with_shape(order.shape[0], weight.shape[1]),)
 
 
-@define("combine", NoParams, "rows scales", "y", "row")
+@define("combine", NoParams, "rows scales", "y", "row", any_rows=True)
 def combine(params: NoParams, rows: TensorType, scales: TensorType) -> Types:
     """Add up the results of each token's experts, scaled.
 
@@ -239,7 +243,7 @@ def combine(params: NoParams, rows: TensorType, scales: TensorType) -> Types:
     return (rows.with_shape(scales.shape[0], *rows.shape[1:]),)
 
 
-@define("row_gate", NoParams, "x gate", "y", "pointwise", flops=per_element(2))
+@define("row_gate", NoParams, "x gate", "y", "pointwise", flops=per_element(2), any_rows=True)
 def row_gate(params: NoParams, x: TensorType, gate: TensorType) -> Types:
     """Scale each row by the sigmoid of its gate.
 

@@ -22,9 +22,7 @@ def _linear_flops(_params: Any, inputs: Types, outputs: Types, dims: Dims) -> in
     return 2 * elements(outputs[0], dims) * d.bind(inputs[1].shape[1], dims)
 
 
-@define(
-    "linear", LinearParams, "x weight bias?", "y", "anchor", flops=_linear_flops, any_rows=True
-)
+@define("linear", LinearParams, "x weight bias?", "y", "anchor", flops=_linear_flops, any_rows=True)
 def linear(
     params: LinearParams, x: TensorType, weight: TensorType, bias: TensorType | None = None
 ) -> Types:

@@ -56,7 +56,8 @@ def lower_router(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
         "BIAS": bool(bias),
         "CORRECTION": bool(correction),
     }
-    rows = where.dims[leading_size(graph, op, x)]
+    size = leading_size(graph, op, x)
+    rows = where.dims[size]
     block_x = max(16, power_of_two(num_experts))
     for schedule in router_schedules(num_experts, num_inputs, rows, where.machine):
         split = int(schedule["SPLIT_K"])
@@ -74,7 +75,7 @@ def lower_router(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
                 "bias": f"value:{bias[0]}" if bias else "none:",
                 "correction": f"value:{correction[0]}" if correction else "none:",
                 **{each.name: f"scratch:{each.name}" for each in scratch},
-                "num_tokens": "size:T",
+                "num_tokens": f"size:{size}",
             },
             scratch=scratch,
         )
@@ -84,12 +85,13 @@ def lower_sort(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
     """Lower the sort of choices by expert."""
     num_experts, top_k = op.params.num_experts, graph.type_of(op.inputs[0]).size(1)
     shape: dict[str, Fact] = {"NUM_EXPERTS": num_experts, "TOP_K": top_k}
-    num_choices = where.dims["T"] * top_k
+    size = leading_size(graph, op, op.inputs[0])
+    num_choices = where.dims[size] * top_k
     for schedule in sort_schedules(num_experts, num_choices, where.machine):
         blocks = 0 if schedule["ONE_BLOCK"] else -(-num_choices // int(schedule["BLOCK_CHOICES"]))
         counts = Scratch("expert_counts", "i32", max(1, blocks * num_experts))
         arguments = {
-            **plain_arguments(op, ("order", "starts"), num_tokens="T"),
+            **plain_arguments(op, ("order", "starts"), num_tokens=size),
             "counts": f"scratch:{counts.name}",
         }
         yield Candidate("sort_by_expert", "sort_by_expert", shape, schedule, arguments, (counts,))
@@ -100,7 +102,8 @@ def lower_expert_linear(op: Op, graph: Graph, where: Situation) -> Iterator[Cand
     linear = op.plain[0]
     x, weight, experts, *_ = linear.inputs
     top_k = graph.type_of(experts).size(1)
-    sizes = _expert_sizes(op, graph, where.dims["T"] * top_k)
+    size = leading_size(graph, op, experts)
+    sizes = _expert_sizes(op, graph, where.dims[size] * top_k)
     combine = next((inner for inner in op.plain if inner.kind == "combine"), None)
     facts: dict[str, Fact] = {"TOP_K": top_k}
     values = {"x": x, "w": weight, "experts": experts}
@@ -120,14 +123,15 @@ def lower_expert_linear(op: Op, graph: Graph, where: Situation) -> Iterator[Cand
             remedy="Multiply by another weight of the experts before.",
         )
     choices = ((template, schedule) for schedule in schedules)
-    yield from _expert_candidates(op, graph, values, facts, choices)
+    yield from _expert_candidates(op, graph, values, facts, choices, size)
 
 
 def lower_grouped_linear(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]:
     """Lower a product of the choices of each expert together."""
     x, weight, order, starts, *_ = op.plain[0].inputs
     num_choices, num_experts = graph.type_of(order).shape[0], graph.type_of(weight).size(0)
-    top_k = d.bind(num_choices, {"T": 1})
+    assert isinstance(num_choices, d.Sym), "a choice or more of each row"
+    top_k = num_choices.scale
     sizes = _expert_sizes(op, graph, d.bind(num_choices, where.dims))
     facts: dict[str, Fact] = {
         "NUM_EXPERTS": num_experts,
@@ -136,7 +140,7 @@ def lower_grouped_linear(op: Op, graph: Graph, where: Situation) -> Iterator[Can
     }
     values = {"x": x, "w": weight, "order": order, "starts": starts}
     choices = grouped_choices(sizes, num_experts, where.machine)
-    yield from _expert_candidates(op, graph, values, facts, choices)
+    yield from _expert_candidates(op, graph, values, facts, choices, num_choices.name)
 
 
 def _has_row_per_choice(x: str, experts: str, graph: Graph) -> bool:
@@ -161,6 +165,7 @@ def _expert_candidates(
     values: Mapping[str, str],
     facts: Mapping[str, Fact],
     choices: Iterator[tuple[str, Schedule]],
+    size: str,
 ) -> Iterator[Candidate]:
     for template, schedule in choices:
         fused = lower_linear(template, op, graph.types)
@@ -173,7 +178,7 @@ def _expert_candidates(
                 **value_arguments(tuple(values), tuple(values.values())),
                 **value_arguments(fused.operands, fused.inputs[2:]),
                 "y": f"value:{op.outputs[0]}",
-                "num_tokens": "size:T",
+                "num_tokens": f"size:{size}",
             },
             hooks=fused.hooks,
             operands=fused.operands,
@@ -186,11 +191,12 @@ def lower_combine(op: Op, graph: Graph, where: Situation) -> Iterator[Candidate]
     rows, scales = combine.inputs
     width, top_k = graph.type_of(rows).size(1), graph.type_of(scales).size(1)
     residual = [name for add in adds for name in add.inputs if name != combine.outputs[0]]
+    size = leading_size(graph, op, scales)
     shape: dict[str, Fact] = {"WIDTH": width, "TOP_K": top_k, "ADD_RESIDUAL": bool(residual)}
     arguments = {
         **value_arguments(("rows", "scales", "y"), (rows, scales, op.outputs[0])),
         "residual": f"value:{residual[0]}" if residual else "none:",
-        "num_tokens": "size:T",
+        "num_tokens": f"size:{size}",
     }
-    for schedule in combine_schedules(width, where.dims["T"], where.machine):
+    for schedule in combine_schedules(width, where.dims[size], where.machine):
         yield Candidate(kernel_name(op), "combine", shape, schedule, arguments)

@@ -39,7 +39,7 @@ TARGETS = {
 }
 CONFIGS: dict[str, dict[str, object]] = {
     "plain": {},
-    "five layers": {"num_hidden_layers": 5},
+    "four layers": {"num_hidden_layers": 4},
     "biased": {"attention_bias": True, "mlp_bias": True},
     "odd sizes": {
         "hidden_size": 72,
@@ -192,7 +192,7 @@ def test_the_layers_of_a_model_share_their_kernels(form: str, target: str) -> No
     # The first layer is another matter: its text says that it reads the embedding. So is the last
     # one, behind whose attention few rows are wanted.
     texts: dict[int, set[str]] = {1: set(), 2: set()}
-    for op, _, candidates in lowered(form, target, "five layers"):
+    for op, _, candidates in lowered(form, target, "four layers"):
         for layer, found in texts.items():
             if op.name.startswith((f"layers.{layer}.", f"kv_write.kv.{layer}")):
                 found.add(candidates[0].emit())

@@ -146,6 +146,7 @@ def test_a_wrong_kernel_fails_under_the_name_of_its_op(tmp_path: Path, rng_seed:
     assert {each.op for each in failed} == {
         "layers.0.input_layernorm",
         "layers.0.post_attention_layernorm",
+        "normed",
     }
     assert {each.kernel.partition(".")[0] for each in failed} == {"rms_norm"}
 
