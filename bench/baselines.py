@@ -128,9 +128,9 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-PEERS: dict[str, Callable[[Any, str, int, int], float]] = {
-    f"transformers {VERSION} static cache, compiled": play_static,
-    f"transformers {VERSION} continuous batching": play_continuous,
+PEERS: dict[str, tuple[str, Callable[[Any, str, int, int], float]]] = {
+    "static": (f"transformers {VERSION} static cache, compiled", play_static),
+    "continuous": (f"transformers {VERSION} continuous batching", play_continuous),
 }
 
 
@@ -141,11 +141,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shapes", default="1024x1024", help="prompt x output, or mix")
     parser.add_argument("--concurrency", default="64")
     parser.add_argument("--requests", type=int, default=0, help="default: twice the concurrency")
+    parser.add_argument("--peers", default=",".join(PEERS), help=f"some of {', '.join(PEERS)}")
     parser.add_argument("--json", type=Path, required=True, help="the file to write")
     parser.add_argument(
         "--budget", type=float, default=float("inf"), help="seconds after which no case begins"
     )
     began_s, asked = time.monotonic(), parser.parse_args(arguments)
+    if unknown := set(asked.peers.split(",")) - PEERS.keys():
+        parser.error(f"--peers has {', '.join(sorted(unknown))}, and knows {', '.join(PEERS)}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(asked.model_path, dtype=dtype)
@@ -155,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     for shape in asked.shapes.split(","):
         for concurrency in map(int, asked.concurrency.split(",")):
             case = f"{workloads.title(shape)} concurrency {concurrency}"
-            for peer, play in PEERS.items():
+            for peer, play in (PEERS[name] for name in asked.peers.split(",")):
                 if time.monotonic() - began_s > asked.budget:
                     print(f"{case}, {peer}: left out: no time", flush=True)
                     continue

@@ -4,8 +4,9 @@ Run: python bench/throughput.py --model llama-3.1-8b --shapes 1024x1024,128x2048
 Each case keeps `concurrency` requests running until all are done. Prompts are random tokens, other
 ones in each case, so the prefix cache finds nothing; no token ends an answer early. `mix` are
 lengths as in conversations, see `workloads.py`. `--peers` first plays requests of the same lengths
-through transformers, in a process of its own (`baselines.py`); `--kv-memory` and `--kv-dtypes`
-repeat all cases with a KV cache of each size and of each dtype.
+through transformers, in a process of its own (`baselines.py`), `--peers continuous` by its
+continuous batching alone; `--kv-memory` and `--kv-dtypes` repeat all cases with a KV cache of each
+size and of each dtype.
 """
 
 from __future__ import annotations
@@ -112,7 +113,13 @@ def main(arguments: list[str] | None = None) -> int:
         "--kv-memory", default="", help="sizes of the KV cache in GiB, with commas; default: all"
     )
     parser.add_argument("--kv-dtypes", default="auto", help=f"some of {', '.join(KV_DTYPES)}")
-    parser.add_argument("--peers", action="store_true", help="play them with transformers as well")
+    parser.add_argument(
+        "--peers",
+        nargs="?",
+        const="static,continuous",
+        default="",
+        help="play them with transformers as well, in one of these two ways or in both",
+    )
     parser.add_argument("--layers", type=int, default=0, help="of the model; 0 for all")
     parser.add_argument("--target", default="cuda", choices=["cuda", "interpret", "reference"])
     parser.add_argument("--max-step-tokens", type=int, default=0)
@@ -198,7 +205,7 @@ def play_peers(model: Path, asked: argparse.Namespace, result: Path) -> dict[str
     """Play the same cases with transformers, as far as it can; give tokens/s by case and peer."""
     command = [sys.executable, str(ROOT / "bench" / "baselines.py"), "--model-path", str(model)]
     command += ["--shapes", asked.shapes, "--concurrency", asked.concurrency]
-    command += ["--requests", str(asked.requests), "--json", str(result)]
+    command += ["--requests", str(asked.requests), "--peers", asked.peers, "--json", str(result)]
     command += ["--budget", str(asked.budget / 2)]
     done = subprocess.run(command)
     if done.returncode:

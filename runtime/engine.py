@@ -371,15 +371,7 @@ class Engine:
         assert params.structure is None or params.grammar is not None, "`prepare` compiles it"
         params.check_vocabulary(self.vocab_size)
         prompt = tuple(prompt_ids)
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise RequestError(f"A token id is a whole number, not {token!r}.", param="prompt")
-            if not 0 <= token < self.vocab_size:
-                raise RequestError(
-                    f"The token id {token} is outside the vocabulary of {self.vocab_size} tokens.",
-                    param="prompt",
-                    code="invalid_token_id",
-                )
+        check_token_ids(prompt, self.vocab_size)
         name = request_id or f"request-{next(self._numbers)}"
         scheduler = self.model.scheduler
         if len(self._generations) >= scheduler.max_rows + scheduler.max_waiting:
@@ -616,6 +608,25 @@ class Engine:
         ending = _Ending(FinishReason.ERROR, None, fault)
         self._publish_step()
         self._publish([_News(name, None, 0, ending) for name in tuple(self._generations)])
+
+
+def check_token_ids(prompt: tuple[int, ...], vocab_size: int) -> None:
+    """Refuse what is no token of the vocabulary. Raises: RequestError: names the first.
+
+    A prompt may have a hundred thousand tokens, and the event loop does nothing else meanwhile: all
+    are looked at at once, and each only where one of them is wrong.
+    """
+    kinds = set(map(type, prompt))
+    if any(kind is bool or not issubclass(kind, int) for kind in kinds):
+        wrong = next(t for t in prompt if isinstance(t, bool) or not isinstance(t, int))
+        raise RequestError(f"A token id is a whole number, not {wrong!r}.", param="prompt")
+    if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        outside = next(token for token in prompt if not 0 <= token < vocab_size)
+        raise RequestError(
+            f"The token id {outside} is outside the vocabulary of {vocab_size} tokens.",
+            param="prompt",
+            code="invalid_token_id",
+        )
 
 
 def _describe(

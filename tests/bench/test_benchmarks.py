@@ -327,7 +327,17 @@ def test_transformers_plays_the_same_requests(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "peers.json").read_text())
     assert len(found["8/4 concurrency 2"]) == 2
     assert all(value > 0 for value in found["8/4 concurrency 2"].values())
-    assert list(found["mix concurrency 2"]) == [list(found["8/4 concurrency 2"])[1]]
+    continuous = list(found["8/4 concurrency 2"])[1]
+    assert list(found["mix concurrency 2"]) == [continuous]
+    assert baselines.main([*asked, "--peers", "continuous"]) == 0
+    again = json.loads((tmp_path / "peers.json").read_text())
+    assert all(list(values) == [continuous] for values in again.values())
+
+
+def test_a_peer_that_nobody_knows_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        baselines.main(["--model-path", "m", "--json", "j", "--peers", "continuous,batched"])
+    assert "--peers has batched, and knows static, continuous" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 from tests.checkpoints import load_oracle, make_llama, oracle_greedy
 from tests.runtime.serving import answer, answers, compile_tiny, serving
 from treadle.ir.errors import QueueFullError, RequestError
-from treadle.runtime.engine import Engine
+from treadle.runtime.engine import Engine, check_token_ids
 from treadle.runtime.executor import StepResult
 from treadle.runtime.request import Delta, FinishReason, SamplingParams, collect
 
@@ -239,6 +239,26 @@ def test_a_request_that_never_fits_is_refused_with_both_numbers(tmp_path: Path) 
                 engine.submit([1] * 20, SamplingParams(max_tokens=300))
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wrong"),
+    [
+        ((5, True, 7.0), "whole number, not True"),
+        ((5, 7.0, 99), "whole number, not 7.0"),
+        ((5, -1, 99), "token id -1 is outside the vocabulary of 32"),
+        ((5, 32, -1), "token id 32 is outside"),
+    ],
+)
+def test_the_first_token_that_is_none_is_named(prompt: tuple[Any, ...], wrong: str) -> None:
+    with pytest.raises(RequestError, match=wrong) as caught:
+        check_token_ids(prompt, 32)
+    assert caught.value.param == "prompt"
+
+
+def test_tokens_of_the_vocabulary_are_taken_also_where_there_are_none() -> None:
+    for prompt in ((), (0,), (31, 0, 31)):
+        check_token_ids(prompt, 32)
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_company(tmp_path: Path, rng_seed: int) -> None:
