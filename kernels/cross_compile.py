@@ -12,11 +12,13 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -247,11 +249,12 @@ def compile_many(
     workers: int | None = None,
     timeout_s: float = 120.0,
     triton_cache: Path | None = None,
-) -> Iterator[Outcome]:
+) -> Generator[Outcome, None, None]:
     """Compile jobs in parallel, in processes of their own, and yield outcomes as they come.
 
     A job that fails, crashes the compiler or takes too long has an error and leaves others alone.
     `triton_cache` is where binaries go, by default where this process's Triton looks for them.
+    Whoever stops early closes it: then all processes are gone, and nobody writes there any more.
     Raises: MachineError: the processes could not be run.
     """
     request = {
@@ -276,6 +279,7 @@ def compile_many(
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
+                process_group=0,
             )
             try:
                 assert child.stdout is not None, "the child's output was asked for"
@@ -287,8 +291,18 @@ def compile_many(
                         f"{errors.read_text()[-2000:].strip()}"
                     )
             finally:
-                child.kill()
-                child.wait()
+                _end_group(child)
+
+
+def _end_group(child: subprocess.Popen[str]) -> None:
+    """End a process and those it has forked, and wait until none of them is left."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    # The forked ones are no children of ours, but they hold the pipe as long as they live.
+    assert child.stdout is not None, "its output was asked for"
+    child.stdout.read()
+    child.stdout.close()
+    child.wait()
 
 
 def _outcome_from(record: dict[str, Any]) -> Outcome:

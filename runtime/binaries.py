@@ -9,7 +9,8 @@ import inspect
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from treadle.ir import knobs
@@ -78,29 +79,31 @@ def compile_binaries(
     jobs: Sequence[Job],
     triton_cache: Path,
     report: Callable[[str], None] = lambda phase: None,
-) -> Iterator[Outcome]:
+) -> Generator[Outcome, None, None]:
     """Compile all jobs in parallel into a Triton cache folder and yield their outcomes.
 
+    Whoever stops early closes it, as `compile_many`.
     Raises: KernelError: the first kernel that does not compile; names it and why. MachineError: the
     disk is full.
     """
     report(f"compiling {len(jobs)} kernels")
-    for number, outcome in enumerate(compile_many(jobs, triton_cache=triton_cache), start=1):
-        if outcome.blames_machine:
-            raise MachineError(
-                outcome.error,
-                remedy="Free some space, or choose another folder with -o (for temporary files: "
-                "TMPDIR).",
-            )
-        if outcome.error:
-            raise KernelError(
-                f"{Path(outcome.job.path).stem} does not compile for {outcome.job.target}: "
-                f"{outcome.error}",
-                remedy="This is a fault of Treadle; please report it with the kernel's file.",
-            )
-        if number * 4 // len(jobs) > (number - 1) * 4 // len(jobs):  # four lines, not hundreds
-            report(f"compiling kernels ({number} of {len(jobs)} done)")
-        yield outcome
+    with closing(compile_many(jobs, triton_cache=triton_cache)) as outcomes:
+        for number, outcome in enumerate(outcomes, start=1):
+            if outcome.blames_machine:
+                raise MachineError(
+                    outcome.error,
+                    remedy="Free some space, or choose another folder with -o (for temporary "
+                    "files: TMPDIR).",
+                )
+            if outcome.error:
+                raise KernelError(
+                    f"{Path(outcome.job.path).stem} does not compile for {outcome.job.target}: "
+                    f"{outcome.error}",
+                    remedy="This is a fault of Treadle; please report it with the kernel's file.",
+                )
+            if number * 4 // len(jobs) > (number - 1) * 4 // len(jobs):  # four lines, not hundreds
+                report(f"compiling kernels ({number} of {len(jobs)} done)")
+            yield outcome
 
 
 def install_binaries(artifact: Artifact) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -205,11 +206,12 @@ def _compile_kernels(
         for job in jobs_of(plan, built.fused, built.engine, kernels, architecture)
     }
     jobs = list(found.values())
-    resources = [
-        {"module": Path(outcome.job.path).stem, **asdict(kernel)}
-        for outcome in compile_binaries(jobs, folder / BINARIES, report)
-        for kernel in outcome.kernels
-    ]
+    with closing(compile_binaries(jobs, folder / BINARIES, report)) as outcomes:
+        resources = [
+            {"module": Path(outcome.job.path).stem, **asdict(kernel)}
+            for outcome in outcomes
+            for kernel in outcome.kernels
+        ]
     return sorted(resources, key=lambda row: str(row["module"]))
 
 

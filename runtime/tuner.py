@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -582,10 +583,11 @@ class Stopwatch:
                     )
                     jobs[launch.kernel] = Job(str(path), space.architecture, arguments)
         space.chosen = previous
-        for number, outcome in enumerate(compile_many(list(jobs.values())), start=1):
-            self.outcomes[Path(outcome.job.path).stem] = outcome
-            if number % max(1, len(jobs) // 10) == 0:
-                self.report(f"compiling candidates ({number} of {len(jobs)})")
+        with closing(compile_many(list(jobs.values()))) as outcomes:
+            for number, outcome in enumerate(outcomes, start=1):
+                self.outcomes[Path(outcome.job.path).stem] = outcome
+                if number % max(1, len(jobs) // 10) == 0:
+                    self.report(f"compiling candidates ({number} of {len(jobs)})")
 
     def _program(self, space: Space, *, reuse_memory: bool = True) -> TritonProgram:
         plan = space.plan(reuse_memory=reuse_memory)

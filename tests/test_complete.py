@@ -117,7 +117,7 @@ HOW = {
     "count_tokens": "alone",
     "embed": "alone",
     "expert_linear": "glu combine",
-    "gather_rows": "rms_norm layer_norm",
+    "gather_rows": "alone",
     "glu": "linear expert_linear grouped_linear",
     "grouped_linear": "alone",
     "head_linear": "alone",

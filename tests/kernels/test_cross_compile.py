@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -140,6 +142,20 @@ def test_failed_jobs_tell_why_and_leave_others_alone(tmp_path: Path) -> None:
     assert "not compiled after 2 s" in errors["endless", "sm_90"]
     assert "`sm_banana` is no target" in errors["empty", "sm_banana"]
     assert not errors["empty", "sm_90"]
+
+
+def test_who_stops_early_leaves_no_process_that_goes_on(tmp_path: Path) -> None:
+    ended, marker = tmp_path / "ended.py", tmp_path / "marker"
+    ended.write_text("def launch() -> None:\n    pass\n")
+    going_on = tmp_path / "going_on.py"
+    going_on.write_text(
+        f"import time\nfrom pathlib import Path\n\ntime.sleep(1.5)\nPath({str(marker)!r}).touch()\n"
+    )
+    jobs = [Job(str(path), "sm_90", ()) for path in (ended, going_on)]
+    with closing(compile_many(jobs, workers=2)) as outcomes:
+        assert Path(next(outcomes).job.path) == ended
+    time.sleep(2.0)
+    assert not marker.exists()
 
 
 def test_interpreting_process_is_told_to_use_another() -> None:
