@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -397,6 +398,34 @@ def oracle_greedy(model: Any, token_ids: Sequence[int], max_tokens: int) -> list
         max_new_tokens=max_tokens,
     )
     return output[0, prompt.shape[1] :].tolist()
+
+
+TIE = 2e-5  # between logits of about 5 in f32: some ten times what rounding makes of a sum
+MOST_DRAWS = 20
+
+
+def oracle_answers(
+    model: Any, prompts: Sequence[list[int]], max_tokens: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Give the prompts and their greedy answers, but other prompts for those with a tie.
+
+    Where two tokens are equally good, rounding chooses, the oracle's as ours: there is no answer to
+    compare with. Such a prompt is drawn again, as long as it was.
+    """
+    pairs = [_beyond_doubt(model, prompt, max_tokens) for prompt in prompts]
+    return [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
+
+
+def _beyond_doubt(model: Any, prompt: list[int], max_tokens: int) -> tuple[list[int], list[int]]:
+    generator = random.Random(str(prompt))
+    for _ in range(MOST_DRAWS):
+        answer = oracle_greedy(model, prompt, max_tokens)
+        logits = oracle_logits(model, [*prompt, *answer])[len(prompt) - 1 : -1]  # [N, V]
+        best, second = logits.topk(2).values.T  # [N] each
+        if float((best - second).min()) > TIE:
+            return prompt, answer
+        prompt = [generator.randrange(320) for _ in prompt]
+    raise AssertionError(f"{MOST_DRAWS} prompts of {len(prompt)} tokens had ties in their answers")
 
 
 def find_demo_model() -> Path:

@@ -19,6 +19,7 @@ from tests.checkpoints import (
     make_llama,
     make_random,
     make_script,
+    oracle_answers,
     oracle_greedy,
     oracle_logits,
 )
@@ -205,3 +206,14 @@ def test_transformers_loads_every_weight_of_every_variant(
     assert torch.isfinite(oracle_logits(oracle, [BOS_ID, 97, 98])).all()
     assert "newly initialized" not in caplog.text
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == 320
+
+
+def test_a_prompt_whose_answer_rounding_decides_is_drawn_again(tmp_path: Path) -> None:
+    # Two logits of its 42nd token differ by 5e-7.
+    oracle = load_oracle(make_llama(tmp_path, seed=987, architecture="mistral"))
+    generator = random.Random(1780395987)
+    *sound, tied = [[generator.randrange(320) for _ in range(n)] for n in (1, 15, 16, 17, 40, 5)]
+    (kept, other), (answer, of_other) = oracle_answers(oracle, [sound[0], tied], 64)
+    assert kept == sound[0] and answer == oracle_greedy(oracle, kept, 64)
+    assert other != tied and len(other) == len(tied)
+    assert of_other == oracle_greedy(oracle, other, 64)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import load_oracle, make_family, oracle_greedy, oracle_logits
+from tests.checkpoints import load_oracle, make_family, oracle_answers, oracle_logits
 from tests.runtime.serving import answers, compile_tiny, serving
 from treadle.ir.errors import CheckpointError
 from treadle.models.config import architecture_of, from_hf
@@ -43,7 +43,7 @@ def assert_logits(artifact: Path, oracle: Any, prompts: list[list[int]]) -> None
 
 def assert_greedy(artifact: Path, oracle: Any, prompts: list[list[int]], max_tokens: int) -> None:
     """Compare the greedy answers to prompts that are served together."""
-    expected = [oracle_greedy(oracle, prompt, max_tokens) for prompt in prompts]
+    prompts, expected = oracle_answers(oracle, prompts, max_tokens)
 
     async def run() -> list[list[int]]:
         async with serving(artifact, num_pages=24) as engine:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import load_oracle, make_llama, oracle_greedy
+from tests.checkpoints import load_oracle, make_llama, oracle_answers, oracle_greedy
 from tests.runtime.serving import answer, answers, compile_tiny, serving
 from treadle.ir.errors import QueueFullError, RequestError
 from treadle.runtime.engine import Engine, check_token_ids
@@ -49,8 +49,8 @@ def test_greedy_tokens_are_those_of_transformers(
     model = make_llama(tmp_path / "model", seed=rng_seed % 1000, **VARIANTS[variant])
     artifact = compile_tiny(model, tmp_path / "artifact")
     oracle = load_oracle(model)
-    prompts = _prompts(rng_seed, (1, 15, 16, 17, 40, 5))
-    expected = [oracle_greedy(oracle, prompt, NUM_TOKENS) for prompt in prompts]
+    drawn = _prompts(rng_seed, (1, 15, 16, 17, 40, 5))
+    prompts, expected = oracle_answers(oracle, drawn, NUM_TOKENS)
 
     async def run() -> list[list[int]]:
         async with serving(artifact) as engine:
@@ -62,9 +62,8 @@ def test_greedy_tokens_are_those_of_transformers(
 
 def test_a_chunked_prompt_gives_the_tokens_of_a_whole_one(tmp_path: Path, rng_seed: int) -> None:
     model = make_llama(tmp_path / "model", seed=rng_seed % 1000)
-    prompts = _prompts(rng_seed, (60, 33, 90))
     oracle = load_oracle(model)
-    expected = [oracle_greedy(oracle, prompt, 16) for prompt in prompts]
+    prompts, expected = oracle_answers(oracle, _prompts(rng_seed, (60, 33, 90)), 16)
     artifact = compile_tiny(model, tmp_path / "artifact", max_step_tokens=8)
 
     async def run() -> list[list[int]]:

@@ -15,7 +15,7 @@ from tests.checkpoints import (
     load_oracle,
     make_family,
     make_llama,
-    oracle_greedy,
+    oracle_answers,
     oracle_hidden,
     oracle_logits,
 )
@@ -67,9 +67,8 @@ def test_interpreted_tokens_are_those_of_transformers(
         model, tmp_path / "artifact", target="interpret", max_rows=3, max_step_tokens=24
     )
     generator = random.Random(rng_seed)
-    prompts = [[generator.randrange(320) for _ in range(length)] for length in (40, 3, 17)]
-    oracle = load_oracle(model)
-    expected = [oracle_greedy(oracle, prompt, NUM_TOKENS) for prompt in prompts]
+    drawn = [[generator.randrange(320) for _ in range(length)] for length in (40, 3, 17)]
+    prompts, expected = oracle_answers(load_oracle(model), drawn, NUM_TOKENS)
 
     async def run() -> list[list[int]]:
         async with serving(artifact, num_pages=24) as engine:

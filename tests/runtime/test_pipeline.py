@@ -19,7 +19,7 @@ from tests.checkpoints import (
     make_dice,
     make_llama,
     make_script,
-    oracle_greedy,
+    oracle_answers,
     oracle_hidden,
     oracle_logits,
 )
@@ -235,13 +235,13 @@ def test_a_session_streams_and_keeps_no_turn_that_was_given_up(scripted: Pipelin
 def test_the_default_is_greedy_and_like_transformers(tmp_path: Path, rng_seed: int) -> None:
     model = make_llama(tmp_path / "model", seed=rng_seed % 1000)
     generator = random.Random(rng_seed)
-    prompts = [[generator.randrange(3, 250) for _ in range(n)] for n in (1, 9, 30)]
-    oracle = load_oracle(model)
+    drawn = [[generator.randrange(3, 250) for _ in range(n)] for n in (1, 9, 30)]
+    prompts, expected = oracle_answers(load_oracle(model), drawn, 20)
     config = EngineConfig(target="reference", session_len=128, max_batch_size=4, block_size=16)
     with pipeline(compile_tiny(model, tmp_path / "artifact"), progress="none") as pipe:
         answers = pipe(prompts, GenerationConfig(max_new_tokens=20))
     assert config.max_rows == 4
-    assert [a.token_ids for a in answers] == [oracle_greedy(oracle, p, 20) for p in prompts]
+    assert [a.token_ids for a in answers] == expected
 
 
 def test_a_seed_repeats_an_answer_and_sampling_needs_to_be_asked_for(
